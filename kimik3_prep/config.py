@@ -1,0 +1,238 @@
+"""The `preprocessor_config.json` of a Kimi-K3 checkpoint: what it means, and everything that is wrong with it.
+
+The keys are those of `media_proc_cfg` in the published file; which are required, and what an absent one reads as, is
+the checkpoint's own loader's and SGLang's deferred path's rule. Nothing falls back to a default without being said.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal, cast
+
+from kimik3_prep import config_rules as rules
+from kimik3_prep import strict_json
+from kimik3_prep.errors import InputError, Problem
+from kimik3_prep.grid import GridRule
+
+#: The name that stands for the published config wherever a path to one is asked for.
+PUBLISHED = "kimi-k3"
+
+FILE_NAME = "preprocessor_config.json"
+
+_MOST_BYTES = 1 << 20  # a real one has about one thousand
+_NEEDED = "Kimi-K3 encoder preprocessing needs an image processor"
+
+
+@dataclass(frozen=True, slots=True)
+class Background:
+    """What transparent pixels show: one gray level, or a chessboard of two (0 to 255), squares in pixels."""
+
+    pattern: Literal["white", "black", "gray", "chessboard"]
+    square_size: int
+    square_on_top_left: bool
+    white_value: int
+    gray_value: int
+
+
+@dataclass(frozen=True, slots=True)
+class PreprocessorConfig:
+    """The values that decide features. Sizes in pixels, limits in patches; `background` None drops alpha."""
+
+    patch_size: int
+    merge_size: int
+    in_patch_limit: int
+    patch_limit_on_one_side: int
+    image_mean: tuple[float, float, float]
+    image_std: tuple[float, float, float]
+    fixed_output_tokens: int | None
+    background: Background | None
+    fill_stage: Literal["before_resize", "after_resize"]
+
+    def grid_rule(self) -> GridRule:
+        """The part that decides grids."""
+        return GridRule(
+            self.patch_size,
+            self.merge_size,
+            self.in_patch_limit,
+            self.patch_limit_on_one_side,
+            self.fixed_output_tokens,
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready values; equal dicts mean equal features."""
+        return {**asdict(self), "image_mean": list(self.image_mean), "image_std": list(self.image_std)}
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> PreprocessorConfig:
+        """The config that `to_dict` described."""
+        background = values["background"]
+        changed = {
+            "image_mean": tuple(values["image_mean"]),
+            "image_std": tuple(values["image_std"]),
+            "background": None if background is None else Background(**background),
+        }
+        return cls(**{**values, **changed})
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """One key as it is read. source: file, default (absent, read as `value`) or missing (required and absent)."""
+
+    key: str
+    value: Any
+    published: Any
+    source: Literal["file", "default", "missing"]
+
+
+@dataclass(frozen=True, slots=True)
+class Diagnosis:
+    """All there is to say about a config file. `config` is None when a problem is an error."""
+
+    path: Path
+    config: PreprocessorConfig | None
+    problems: tuple[Problem, ...]
+    settings: tuple[Setting, ...]
+
+    @property
+    def errors(self) -> tuple[Problem, ...]:
+        """The problems that make the config unusable."""
+        return tuple(problem for problem in self.problems if problem.severity == "error")
+
+    @property
+    def warnings(self) -> tuple[Problem, ...]:
+        """The problems one should know of."""
+        return tuple(problem for problem in self.problems if problem.severity == "warning")
+
+    def as_dict(self) -> dict[str, Any]:
+        """JSON-ready."""
+        return {
+            "path": str(self.path),
+            "valid": self.config is not None,
+            "settings": [asdict(setting) for setting in self.settings],
+            "problems": [problem.as_dict() for problem in self.problems],
+        }
+
+
+# --- finding ------------------------------------------------------------------------------------------------------
+
+
+def published_path() -> Path:
+    """The published config shipped with the package, or beside it in a source checkout."""
+    package = Path(__file__).resolve().parent
+    for root in (package, package.parent):
+        path = root / "configs" / PUBLISHED / FILE_NAME
+        if path.is_file():
+            return path
+    raise InputError([Problem(PUBLISHED, "the published config is missing from this installation", hint="reinstall")])
+
+
+@cache
+def published_values() -> Mapping[str, Any]:
+    """The `media_proc_cfg` of the published config."""
+    return cast("Mapping[str, Any]", json.loads(published_path().read_text(encoding="utf-8"))["media_proc_cfg"])
+
+
+def find_config(argument: str | None, beside: Path | None = None) -> Path:
+    """The file that `--config` names: a file, a checkpoint folder, or `kimi-k3` for the published one.
+
+    Without an argument: `preprocessor_config.json` in the folder `beside`, then in the working directory.
+    Raises InputError that lists the places looked at.
+    """
+    if argument == PUBLISHED:
+        return published_path()
+    if argument is not None:
+        given = Path(argument)
+        places = [given / FILE_NAME if given.is_dir() else given]
+    else:
+        folders = [folder for folder in (beside, Path()) if folder is not None]
+        places = list(dict.fromkeys(folder / FILE_NAME for folder in folders))
+    for place in places:
+        if place.exists():
+            return place
+    looked = ", ".join(str(place) for place in places)
+    hint = f"--config takes a {FILE_NAME}, a checkpoint folder, or {PUBLISHED} for the published values"
+    raise InputError([Problem(argument or FILE_NAME, f"{_NEEDED}, and there is none; looked at {looked}", hint=hint)])
+
+
+# --- reading ------------------------------------------------------------------------------------------------------
+
+
+def load_config(path: Path) -> tuple[PreprocessorConfig, list[Problem]]:
+    """The config and its warnings. Raises InputError with every error in the file."""
+    diagnosis = diagnose(path)
+    if diagnosis.config is None:
+        raise InputError(diagnosis.errors)
+    return diagnosis.config, list(diagnosis.warnings)
+
+
+def diagnose(path: Path) -> Diagnosis:
+    """Read a config and say everything about it. Never raises for what is in the file."""
+    try:
+        content = _read(path)
+        document = strict_json.parse(content, str(path))
+    except strict_json.JsonProblem as error:
+        return Diagnosis(path, None, (error.problem,), ())
+    except InputError as error:
+        return Diagnosis(path, None, error.problems, ())
+    checker = rules.Checker(str(path), published_values())
+    values = checker.check(document)
+    settings = tuple(Setting(*setting) for setting in checker.settings)
+    config = None
+    if values is not None and not any(problem.severity == "error" for problem in checker.problems):
+        config = PreprocessorConfig.from_dict(values)
+    return Diagnosis(path, config, tuple(checker.problems), settings)
+
+
+def _read(path: Path) -> bytes:
+    """The bytes of a regular file of sensible size. Raises InputError."""
+
+    def refuse(what: str) -> InputError:
+        return InputError([Problem(str(path), what, f"a {FILE_NAME}")])
+
+    try:
+        descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))  # a named pipe must not hang us
+        with os.fdopen(descriptor, "rb") as file:
+            status = os.fstat(file.fileno())
+            if not stat.S_ISREG(status.st_mode):
+                raise refuse("not a regular file")
+            if status.st_size > _MOST_BYTES:
+                raise refuse(f"{status.st_size:,} bytes long")
+            return file.read()
+    except (OSError, ValueError) as error:
+        raise refuse(f"cannot be read: {getattr(error, 'strerror', None) or error}") from error
+
+
+# --- mending ------------------------------------------------------------------------------------------------------
+
+
+def write_fixed_copy(diagnosis: Diagnosis, target: Path) -> tuple[str, ...]:
+    """Write a copy with the missing keys restored from the published config; returns their names.
+
+    No value that is there is changed, and no file is ever overwritten. Raises InputError.
+    """
+    try:
+        document = strict_json.parse(_read(diagnosis.path), str(diagnosis.path))
+    except strict_json.JsonProblem as error:
+        raise InputError([error.problem]) from None
+    where = str(diagnosis.path)
+    cfg = rules.inner(document)
+    if cfg is None or not any(key in cfg for key in published_values()):
+        raise InputError([Problem(where, "no Kimi-K3 config to mend", hint=f"start from --config {PUBLISHED}")])
+    restored = [key for key in rules.RESTORED if key not in cfg]
+    for key in restored:
+        cfg[key] = published_values()[key]
+    text = json.dumps(document, indent=2, ensure_ascii=False) + "\n"
+    try:
+        with open(target, "x", encoding="utf-8") as file:  # "x" refuses the input itself, and links to it
+            file.write(text)
+    except FileExistsError:
+        raise InputError([Problem(str(target), "exists already", "a new file", "choose another name")]) from None
+    except OSError as error:
+        raise InputError([Problem(str(target), f"cannot be written: {error.strerror}")]) from error
+    return tuple(restored)

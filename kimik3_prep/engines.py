@@ -1,0 +1,35 @@
+"""Ways to run shard jobs. An engine is a function: jobs in, results out, in any order it likes."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+
+from kimik3_prep.work import Control, ShardJob, ShardResult, materialize_shard, start_worker
+
+#: Shards in flight: while one is written out, the next one fills. Bounds memory to this many shard buffers.
+_IN_FLIGHT = 2
+
+
+def run_local(jobs: Iterable[ShardJob], workers: int, control: Control) -> Iterator[ShardResult]:
+    """Run jobs on `workers` image threads of this process; Pillow and torch release the interpreter lock.
+
+    Yields results in job order. Whatever ends the iteration early (an error, Ctrl-C, a closed generator) stops the
+    jobs in flight at their next image and waits for them.
+    """
+    with (
+        ThreadPoolExecutor(workers, "image", start_worker) as images,
+        ThreadPoolExecutor(_IN_FLIGHT, "shard") as shards,
+    ):
+        pending: deque[Future[ShardResult]] = deque()
+        try:
+            for job in jobs:
+                if len(pending) == _IN_FLIGHT:
+                    yield pending.popleft().result()
+                pending.append(shards.submit(materialize_shard, job, images, control))
+            while pending:
+                yield pending.popleft().result()
+        except BaseException:
+            control.stop.set()
+            raise

@@ -1,0 +1,116 @@
+"""Everything this package raises on purpose.
+
+    PrepError                     base; `exit_code` is what the command line returns
+    ├── InputError                bad manifest, config or option: all its `Problem`s at once (exit 2)
+    │   └── PlanMismatch          the output folder holds a run with other settings (exit 2)
+    ├── RunError                  the machine failed us: disk full, worker died (exit 3)
+    │   └── TooManyFailures       `--on-error fail` or `--max-failures` stopped the run (exit 3)
+    └── ItemError                 one item failed; recorded in the index, the run goes on
+
+A class writes its own sentence; the command line only prints it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from typing import Literal
+
+#: Why one item failed. The word goes into the index column `error_code`; treat it as a public interface.
+ItemErrorCode = Literal[
+    "not_found",  # the path does not exist
+    "permission_denied",  # the path may not be read
+    "not_a_file",  # a folder, named pipe, socket or device
+    "unreadable",  # the operating system or the network failed while reading
+    "bad_data_url",  # a data: URL that does not decode
+    "unidentified",  # no allowed decoder recognises the bytes
+    "truncated",  # the encoded data ends early
+    "corrupt",  # the decoder refused the data
+    "too_many_pixels",  # above --max-pixels
+    "out_of_memory",  # the decoder could not allocate
+    "size_mismatch",  # decoded size differs from the manifest's width and height
+    "source_changed",  # the file is not the one that was planned
+    "content_hash_mismatch",  # sha256 of the bytes differs from the manifest's content_hash
+    "bad_features",  # a locally preprocessed tensor that breaks the contract
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One thing that is wrong with the input, in the words of somebody who wants to mend it.
+
+    where: `file:line` or `file: JSON path`.
+    what: what was found there.
+    expected: what should be there instead; may be empty.
+    hint: what to do; may be empty.
+    severity: warnings are shown and the run goes on.
+    """
+
+    where: str
+    what: str
+    expected: str = ""
+    hint: str = ""
+    severity: Literal["error", "warning"] = "error"
+
+    def __str__(self) -> str:
+        text = f"{self.where}: {self.what}"
+        if self.expected:
+            text += f"; expected {self.expected}"
+        return f"{text} ({self.hint})" if self.hint else text
+
+    def as_dict(self) -> dict[str, str]:
+        """The five fields as JSON-ready strings."""
+        return asdict(self)
+
+
+class PrepError(Exception):
+    """Base of all errors this package raises on purpose."""
+
+    exit_code = 3
+
+
+class InputError(PrepError):
+    """The manifest, the config or an option is wrong. Carries every problem found, not only the first.
+
+    `total` counts the problems where only the first ones were kept.
+    """
+
+    exit_code = 2
+
+    def __init__(self, problems: Iterable[Problem], total: int | None = None) -> None:
+        self.problems: tuple[Problem, ...] = tuple(problems)
+        self.total = len(self.problems) if total is None else total
+        count = "1 problem" if self.total == 1 else f"{self.total:,} problems"
+        lines = [f"{count} found before any work:", *(f"  {problem}" for problem in self.problems)]
+        if self.total > len(self.problems):
+            lines.append(f"  … and {self.total - len(self.problems):,} more")
+        super().__init__("\n".join(lines))
+
+    def __reduce__(self) -> tuple[type[InputError], tuple[tuple[Problem, ...], int]]:
+        return type(self), (self.problems, self.total)
+
+
+class PlanMismatch(InputError):
+    """The output folder holds a run that was started with other settings."""
+
+
+class RunError(PrepError):
+    """The run could not go on, through no fault of an item. Committed shards stay valid."""
+
+    exit_code = 3
+
+
+class TooManyFailures(RunError):
+    """The run was told to stop at this many failed items."""
+
+
+class ItemError(PrepError):
+    """One item cannot be prepared. `code` is one of `ItemErrorCode`, `message` a sentence without the path."""
+
+    def __init__(self, code: ItemErrorCode, message: str) -> None:
+        self.code: ItemErrorCode = code
+        self.message = message
+        super().__init__(f"{code}: {message}")
+
+    def __reduce__(self) -> tuple[type[ItemError], tuple[ItemErrorCode, str]]:
+        return type(self), (self.code, self.message)

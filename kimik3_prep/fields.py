@@ -1,0 +1,209 @@
+"""One manifest row, field by field: what is there, what it means, what is wrong with it."""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import json
+import re
+from dataclasses import dataclass
+from typing import Any, Literal, cast
+
+from kimik3_prep.errors import Problem
+
+IMAGE_KEYS = ("image", "image_path", "path", "file_name", "url")
+ID_KEYS = ("id", "key", "__key__")
+BACKENDS = ("cpu", "gpu")
+
+#: Problems kept for the report; the rest are only counted.
+MAX_PROBLEMS = 1000
+
+_NOT_IMAGES = ("video", "audio", "videos", "audios")
+_NOT_IMAGE_SUFFIXES = (".mp4", ".mov", ".avi", ".mkv", ".webm", ".m4v", ".mp3", ".wav", ".flac", ".ogg")
+_HASH = re.compile(r"sha256:[0-9a-f]{64}")
+_IMAGES_ONLY = "Kimi-K3 encoder mode supports image input only"
+
+
+class Report:
+    """Problems, the first `MAX_PROBLEMS` of them kept."""
+
+    def __init__(self) -> None:
+        self.problems: list[Problem] = []
+        self.total = 0
+
+    def add(self, where: str, what: str, expected: str = "", hint: str = "") -> None:
+        self.add_problem(Problem(where, what, expected, hint))
+
+    def add_problem(self, problem: Problem) -> None:
+        self.total += 1
+        if len(self.problems) < MAX_PROBLEMS:
+            self.problems.append(problem)
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """One manifest row. See `ITEM_SCHEMA` for the fields."""
+
+    item: int
+    line: int
+    id: str
+    image: str
+    path: Literal["deferred", "local"]
+    backend: Literal["cpu", "gpu"] | None
+    content_hash: str | None
+    width: int | None
+    height: int | None
+    grid_thw: tuple[int, int, int] | None
+    extra: str | None
+
+
+def read_item(number: int, line: int, row: dict[str, Any], where: str, report: Report) -> Item | None:
+    """The row as an Item, or None with its problems reported."""
+    before = report.total
+    rest = dict(row)
+    local = rest.get("features") is not None
+    _check_kind(rest, where, report)
+    image = _take_image(rest, local, where, report)
+    backend = _take_backend(rest, where, report)
+    content_hash = _take_hash(rest, where, report)
+    width, height = _take_size(rest, where, report)
+    grid_thw = _take_grid(rest, local, where, report)
+    identity = _take_id(rest, image, where, report)
+    extra = _extra(rest, where, report)
+    if report.total > before or image is None:
+        return None
+    path: Literal["deferred", "local"] = "local" if local else "deferred"
+    return Item(number, line, identity, image, path, backend, content_hash, width, height, grid_thw, extra)
+
+
+def _check_kind(rest: dict[str, Any], where: str, report: Report) -> None:
+    for key in ("type", "modality"):
+        kind = rest.pop(key, None)
+        if kind is not None and kind != "image":
+            hint = "write it in lower case" if isinstance(kind, str) and kind.lower() == "image" else "remove the row"
+            report.add(where, f"{key} {show(kind)}: {_IMAGES_ONLY}", '"image"', hint)
+    for key in _NOT_IMAGES:
+        if rest.get(key) is not None and not any(rest.get(name) is not None for name in (*IMAGE_KEYS, "features")):
+            report.add(where, f"a row with {key!r} and no image: {_IMAGES_ONLY}", '"image"', "remove the row")
+
+
+def _take_image(rest: dict[str, Any], local: bool, where: str, report: Report) -> str | None:
+    """The first image key that is there; later aliases stay in `extra`. For a local item: its features file."""
+    keys = ("features",) if local else IMAGE_KEYS
+    for key in keys:
+        value = rest.get(key)
+        if value is None:
+            continue
+        del rest[key]
+        if not isinstance(value, str) or not value:
+            report.add(where, f"{key} is {show(value)}", "a path or URL, as a non-empty string")
+            return None
+        media = value[5:].partition("/")[0].lower() if value.startswith("data:") else ""
+        if media in ("video", "audio") or value.lower().endswith(_NOT_IMAGE_SUFFIXES):
+            report.add(where, f"{key} {show(value)}: {_IMAGES_ONLY}", "an image", "remove the row")
+            return None
+        return value
+    if not any(rest.get(key) is not None for key in _NOT_IMAGES):
+        report.add(where, "the row names no image", f"one of {', '.join(IMAGE_KEYS)}", _near(rest, IMAGE_KEYS))
+    return None
+
+
+def _take_backend(rest: dict[str, Any], where: str, report: Report) -> Literal["cpu", "gpu"] | None:
+    backend = rest.pop("backend", None)
+    if backend is None or backend in BACKENDS:
+        return cast("Literal['cpu', 'gpu'] | None", backend)
+    meant = {"cuda": "gpu", "gpu": "gpu", "mps": "gpu", "rocm": "gpu", "device": "gpu", "cpu": "cpu", "host": "cpu"}
+    word = str(backend).lower().partition(":")[0]
+    hint = f'was "{meant[word]}" meant?' if word in meant else ""
+    report.add(where, f"Unsupported Kimi-K3 deferred preprocessing backend: {show(backend)}", '"gpu" or "cpu"', hint)
+    return None
+
+
+def _take_hash(rest: dict[str, Any], where: str, report: Report) -> str | None:
+    value = rest.pop("content_hash", None)
+    if value is None or (isinstance(value, str) and _HASH.fullmatch(value)):
+        return value
+    hint = ""
+    if isinstance(value, str) and _HASH.fullmatch(f"sha256:{value.lower().removeprefix('sha256:')}"):
+        hint = f"write sha256:{value.lower().removeprefix('sha256:')}"
+    report.add(where, f"content_hash is {show(value)}", '"sha256:" and 64 lower-case hex digits', hint)
+    return None
+
+
+def _take_size(rest: dict[str, Any], where: str, report: Report) -> tuple[int | None, int | None]:
+    width, height = rest.pop("width", None), rest.pop("height", None)
+    if width is None and height is None:
+        return None, None
+    fine = True
+    for key, value in (("width", width), ("height", height)):
+        if type(value) is not int or not 0 < value < 2**31:
+            fine = False
+            found = f"{key} is missing" if value is None else f"{key} is {show(value)}"
+            report.add(where, found, "both width and height as whole pixels above zero, or neither")
+    return (width, height) if fine else (None, None)
+
+
+def _take_grid(rest: dict[str, Any], local: bool, where: str, report: Report) -> tuple[int, int, int] | None:
+    if not local:
+        return None
+    value = rest.pop("grid_thw", None)
+    if (
+        isinstance(value, list)
+        and len(value) == 3
+        and all(type(n) is int and 0 < n < 2**31 for n in value)
+        and value[0] == 1
+    ):
+        return (value[0], value[1], value[2])
+    found = "a features row without grid_thw" if value is None else f"grid_thw is {show(value)}"
+    report.add(where, found, "[1, rows, columns] in patches")
+    return None
+
+
+def _take_id(rest: dict[str, Any], image: str | None, where: str, report: Report) -> str:
+    for key in ID_KEYS:
+        value = rest.get(key)
+        if value is None:
+            continue
+        del rest[key]
+        if type(value) is int:
+            return str(value)
+        if isinstance(value, str) and value:
+            return value
+        report.add(where, f"{key} is {show(value)}", "a non-empty string or an integer")
+        return ""
+    return short_image(image or "")
+
+
+def _extra(rest: dict[str, Any], where: str, report: Report) -> str | None:
+    if not rest:
+        return None
+    try:
+        return json.dumps(rest, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+    except (TypeError, ValueError) as error:  # a Parquet column of timestamps, bytes or NaN
+        report.add(where, f"a column that JSON cannot hold: {error}", "strings, numbers, booleans, lists, objects")
+        return None
+
+
+def short_image(image: str) -> str:
+    """The image string as an index shows it: a `data:` URL by its media type and a digest, all else unchanged."""
+    if not image.startswith("data:"):
+        return image
+    digest = hashlib.sha256(image.encode("utf-8")).hexdigest()
+    return f"{image.partition(',')[0][:100]},sha256-{digest[:32]}"
+
+
+def show(value: Any) -> str:
+    text = json.dumps(value, ensure_ascii=True, default=str)
+    return text if len(text) <= 80 else f"{text[:70]}…"
+
+
+def kind(value: Any) -> str:
+    names = {list: "a list", str: "a string", bool: "true or false", int: "a number", float: "a number"}
+    return names.get(type(value), "null")
+
+
+def _near(row: dict[str, Any], keys: tuple[str, ...]) -> str:
+    for key in row:
+        if near := difflib.get_close_matches(key.lower(), keys, 1, 0.6):
+            return f'was "{near[0]}" meant by "{key[:80]}"?'
+    return ""

@@ -1,0 +1,304 @@
+"""The plan: which image lands in which shard, at which row and patch, before any pixel is touched.
+
+Rows with the same preprocessing path, backend and image share one *span*: one decode, one copy of the patches, an index
+row each. Spans are grouped by preprocessing path and packed into shards in manifest order, so the plan depends on the
+manifest, the image headers and the settings, and on nothing else: not on threads, time or machine.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from kimik3_prep.errors import InputError, Problem
+from kimik3_prep.grid import Grid, GridRule
+from kimik3_prep.manifest import ITEM_SCHEMA, resolve
+
+#: Preprocessing paths in the order their shards are filled; the group names a shard: `cpu-00000`.
+GROUPS = ("cpu", "gpu", "local")
+
+#: Bytes of one stored level, by `--dtype`.
+ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "uint8": 1}
+
+_GRID_FIELDS = ("new_width", "new_height", "pad_width", "pad_height", "grid_h", "grid_w", "num_tokens")
+
+PLAN_SCHEMA = pa.schema(
+    [
+        *[field for field in ITEM_SCHEMA if field.name != "grid_thw"],
+        ("group", pa.string()),
+        ("mode", pa.string()),  # null where the manifest gave the size and no header was read
+        ("format", pa.string()),
+        ("source_size", pa.int64()),  # bytes and mtime of the file that was probed
+        ("source_mtime_ns", pa.int64()),
+        *[(name, pa.int64()) for name in _GRID_FIELDS],
+        ("shard", pa.string()),  # null for an item that failed while planning
+        ("row", pa.int64()),
+        ("patch_start", pa.int64()),
+        ("patch_count", pa.int64()),
+        ("error_code", pa.string()),
+        ("error_message", pa.string()),
+    ]
+)
+
+Ints = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Spans:
+    """Rows that share stored patches.
+
+    of_row: span number of every manifest row. first_row: manifest row that names a span first.
+    groups: position in `GROUPS`, by span.
+    """
+
+    of_row: Ints
+    first_row: Ints
+    groups: Ints
+
+
+class Headers:
+    """What planning knows about each span: its size, or why it failed. Columns, because there may be millions.
+
+    width, height: pixels, 0 where unknown. mode, format: None where no header was read.
+    source_size, source_mtime_ns: of the file that was read, -1 where there was none.
+    """
+
+    def __init__(self, spans: int) -> None:
+        self.width, self.height = np.zeros(spans, np.int64), np.zeros(spans, np.int64)
+        self.source_size, self.source_mtime_ns = np.full(spans, -1, np.int64), np.full(spans, -1, np.int64)
+        self.mode: list[str | None] = [None] * spans
+        self.format: list[str | None] = [None] * spans
+        self.error_code: list[str | None] = [None] * spans
+        self.error_message: list[str | None] = [None] * spans
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedItem:
+    """One stored image and where its patches go: `pixel_values[patch_start : patch_start + patch_count]`.
+
+    width, height: pixels, of the header where `probed`, else of the manifest.
+    """
+
+    image: str
+    content_hash: str | None
+    width: int
+    height: int
+    probed: bool
+    source_size: int | None
+    source_mtime_ns: int | None
+    grid: Grid
+    row: int
+    patch_start: int
+
+    @property
+    def patch_count(self) -> int:
+        """Number of patches of the span."""
+        return self.grid.patches
+
+
+@dataclass(frozen=True, slots=True)
+class ShardPlan:
+    """One shard: its stored images in row order, and the plan rows (`PLAN_SCHEMA`) that refer to them."""
+
+    name: str
+    group: str
+    items: tuple[PlannedItem, ...]
+    rows: pa.Table
+
+    @property
+    def patches(self) -> int:
+        """Length of the shard's `pixel_values`."""
+        last = self.items[-1]
+        return last.patch_start + last.patch_count
+
+
+def fingerprint(facts: Mapping[str, Any]) -> str:
+    """A digest of everything that decides output bytes; goes into every shard and guards a resume."""
+    return hashlib.sha256(canonical_json(facts).encode()).hexdigest()
+
+
+def canonical_json(value: Any) -> str:
+    """JSON whose bytes depend on the value alone."""
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+
+
+def find_spans(items: pa.Table, base: str, default_backend: str, dedupe: bool) -> Spans:
+    """Which rows share stored patches. `items` is a table of `ITEM_SCHEMA`; without `dedupe` every row has its own."""
+    backend = pc.fill_null(items["backend"], default_backend)
+    group = pc.if_else(pc.equal(items["path"], "local"), "local", backend).combine_chunks()
+    if dedupe:
+        codes = _identity(items, group, base).dictionary_encode().indices.to_numpy()
+        _, first_row, of_row = np.unique(codes, return_index=True, return_inverse=True)
+    else:
+        of_row = first_row = np.arange(items.num_rows)
+    groups = pc.index_in(group, pa.array(GROUPS)).to_numpy()[first_row]
+    return Spans(of_row.astype(np.int64), first_row.astype(np.int64), groups.astype(np.int64))
+
+
+def _identity(items: pa.Table, groups: pa.Array, base: str) -> pa.Array:
+    """What makes two rows name the same image: the resolved path, the group, and what the row promises of the image."""
+    sources = pa.chunked_array(
+        [
+            pa.array([resolve(image, base) for image in chunk.to_pylist()], pa.large_string())
+            for chunk in items["image"].chunks
+        ],
+        pa.large_string(),
+    ).combine_chunks()
+    text = [
+        pc.fill_null(pc.cast(items[name].combine_chunks(), pa.large_string()), "")
+        for name in ("content_hash", "width", "height")
+    ]
+    return pc.binary_join_element_wise(
+        pc.cast(groups, pa.large_string()), sources, *text, pa.scalar("\x00", pa.large_string())
+    )
+
+
+def make_plan(items: pa.Table, spans: Spans, headers: Headers, rule: GridRule, shard_patches: int) -> pa.Table:
+    """The plan as a table of `PLAN_SCHEMA`: shard by shard in filling order, failed items last.
+
+    shard_patches: patches that fit into one shard; a larger image gets a shard of its own.
+    """
+    failed = np.array([code is not None for code in headers.error_code], bool)
+    grids = _grids(items, spans, headers, rule, failed)
+    patches = grids[:, 4] * grids[:, 5]
+    names, shard, row, start = _pack(spans, patches, failed, shard_patches)
+    of_row = spans.of_row
+    order = np.lexsort((np.arange(len(of_row)), row[of_row], np.where(failed, len(names), shard)[of_row]))
+    unsized = headers.width == 0
+    resized_here = ~failed & (spans.groups != GROUPS.index("local"))
+    columns: dict[str, pa.Array] = {
+        "group": pa.array(GROUPS).take(pa.array(spans.groups)),
+        "width": pa.array(headers.width, mask=unsized),
+        "height": pa.array(headers.height, mask=unsized),
+        "mode": pa.array(headers.mode, pa.string()),
+        "format": pa.array(headers.format, pa.string()),
+        "source_size": pa.array(headers.source_size, mask=headers.source_size < 0),
+        "source_mtime_ns": pa.array(headers.source_mtime_ns, mask=headers.source_size < 0),
+        "shard": pa.array(names, pa.string()).take(pa.array(shard, mask=failed)),
+        "row": pa.array(row, mask=failed),
+        "patch_start": pa.array(start, mask=failed),
+        "patch_count": pa.array(patches, mask=failed),
+        "error_code": pa.array(headers.error_code, pa.string()),
+        "error_message": pa.array(headers.error_message, pa.string()),
+    }
+    for index, name in enumerate(_GRID_FIELDS):
+        columns[name] = pa.array(grids[:, index].copy(), mask=failed if index > 3 else ~resized_here)
+    if not np.array_equal(order, np.arange(len(order))):
+        items = items.take(pa.array(order))
+    take = pa.array(of_row[order])
+    arrays = [columns[f.name].take(take) if f.name in columns else items[f.name] for f in PLAN_SCHEMA]
+    return pa.Table.from_arrays(arrays, schema=PLAN_SCHEMA)
+
+
+def _grids(items: pa.Table, spans: Spans, headers: Headers, rule: GridRule, failed: npt.NDArray[np.bool_]) -> Ints:
+    """The fields of `Grid` by span, `[spans, 7]`; zeros for the failed ones."""
+    grids = np.zeros((len(failed), len(_GRID_FIELDS)), np.int64)
+    local = spans.groups == GROUPS.index("local")
+    sized = np.flatnonzero(~failed & ~local)
+    # Photographs come in few sizes: each one's grid is computed once.
+    sizes, inverse = np.unique(headers.width[sized] << 32 | headers.height[sized], return_inverse=True)
+    fields = ("new_w", "new_h", "pad_w", "pad_h", "rows", "cols", "tokens")
+    by_size = [rule.grid(int(size) >> 32, int(size) & 0xFFFFFFFF) for size in sizes]
+    values = np.array([[getattr(grid, name) for name in fields] for grid in by_size], np.int64)
+    grids[sized] = values.reshape(-1, len(fields))[inverse]
+    given = np.flatnonzero(~failed & local)
+    for span, (_, rows, cols) in zip(
+        given, items["grid_thw"].take(pa.array(spans.first_row[given])).to_pylist(), strict=True
+    ):
+        grids[span, 4:] = rows, cols, rule.tokens(rows, cols)
+    return grids
+
+
+def _pack(
+    spans: Spans, patches: Ints, failed: npt.NDArray[np.bool_], shard_patches: int
+) -> tuple[list[str], Ints, Ints, Ints]:
+    """Shard names in filling order, and by span: position among the names, row, patch_start (-1 for the failed)."""
+    names: list[str] = []
+    shard, row, start = (np.full(len(failed), -1, np.int64) for _ in range(3))
+    by_appearance = np.argsort(spans.first_row, kind="stable")
+    for number, group in enumerate(GROUPS):
+        mine = by_appearance[(spans.groups == number)[by_appearance] & ~failed[by_appearance]]
+        ends = np.cumsum(patches[mine])
+        begin = count = 0
+        while begin < len(mine):
+            before = int(ends[begin - 1]) if begin else 0
+            end = max(begin + 1, int(np.searchsorted(ends, before + shard_patches, "right")))
+            members = mine[begin:end]
+            shard[members] = len(names)
+            row[members] = np.arange(end - begin)
+            start[members] = ends[begin:end] - patches[members] - before
+            names.append(f"{group}-{count:05d}")
+            begin, count = end, count + 1
+    return names, shard, row, start
+
+
+# --- from the table back to objects -------------------------------------------------------------------------------
+
+
+def split_shards(tables: Iterator[pa.Table]) -> Iterator[tuple[str | None, pa.Table]]:
+    """Cut a stream of plan tables where the shard changes: `(shard name, its rows)`, None for the failed rows."""
+    held: list[pa.Table] = []
+    name: str | None = None
+    for table in tables:
+        shards = table["shard"].combine_chunks().dictionary_encode()
+        codes = pc.fill_null(shards.indices, -1).to_numpy()
+        cuts = [0, *(np.flatnonzero(np.diff(codes)) + 1).tolist(), len(codes)]
+        for begin, end in itertools.pairwise(cuts):
+            this = None if codes[begin] < 0 else shards.dictionary[int(codes[begin])].as_py()
+            if held and this != name:
+                yield name, pa.concat_tables(held)
+                held = []
+            name = this
+            held.append(table.slice(begin, end - begin))
+    if held:
+        yield name, pa.concat_tables(held)
+
+
+def shard_plan(name: str, rows: pa.Table) -> ShardPlan:
+    """The shard that `rows`, all plan rows of one shard, describe."""
+    numbers = rows["row"].to_numpy()
+    first = np.flatnonzero(np.diff(numbers, prepend=-1))
+    stored = rows.take(pa.array(first)).to_pylist()
+    items = tuple(
+        PlannedItem(
+            image=row["image"],
+            content_hash=row["content_hash"],
+            width=row["width"],
+            height=row["height"],
+            probed=row["format"] is not None,
+            source_size=row["source_size"],
+            source_mtime_ns=row["source_mtime_ns"],
+            grid=Grid(*(row[field] or 0 for field in _GRID_FIELDS)),
+            row=row["row"],
+            patch_start=row["patch_start"],
+        )
+        for row in stored
+    )
+    return ShardPlan(name, name.rpartition("-")[0], items, rows)
+
+
+def parse_size(text: str) -> int:
+    """Bytes from "200MB", "2GiB", "512 mib" or "1000000". Raises InputError for anything else, and for zero."""
+    units = {"": 1, "b": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
+    units |= {f"{u}b": 1000**n for n, u in enumerate("kmgt", 1)} | {f"{u}ib": 1024**n for n, u in enumerate("kmgt", 1)}
+    digits = text.strip().lower()
+    unit = digits.lstrip("0123456789.").strip()
+    number = digits[: len(digits) - len(digits.lstrip("0123456789."))]
+    try:
+        size = int(float(number) * units[unit])
+    except (KeyError, ValueError, OverflowError):
+        size = 0
+    if size < 1:
+        raise InputError(
+            [Problem("--shard-size", f"{text!r} is not a size", "a number with a unit: 200MB, 512MiB, 2GiB")]
+        )
+    return size

@@ -1,0 +1,197 @@
+"""One shard file: `pixel_values` `[L, 3, p, p]` and `grid_thws` int64 `[n, 3]`, images one after the other.
+
+The layout is safetensors', written in place: the patches are computed straight into the mapped file. A test compares
+the bytes with what the safetensors library writes.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from kimik3_prep.disk import disk_errors, sync
+from kimik3_prep.errors import InputError, Problem
+from kimik3_prep.plan import ITEM_BYTES, canonical_json
+
+#: The one metadata key of a shard and of an index. Several keys would come out in random order.
+METADATA_KEY = "kimik3_prep"
+
+SAFETENSORS_DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16", "uint8": "U8"}
+
+
+@dataclass(frozen=True, slots=True)
+class ShardFormat:
+    """What all shards of a run share. `metadata` is stored as canonical JSON under `METADATA_KEY`."""
+
+    dtype: str
+    patch_size: int
+    metadata: Mapping[str, Any]
+
+    @property
+    def patch_bytes(self) -> int:
+        """Bytes of one stored patch, 3 * p * p levels."""
+        return 3 * self.patch_size**2 * ITEM_BYTES[self.dtype]
+
+    def header(self, images: int, patches: int) -> bytes:
+        """The safetensors header, byte for byte as the library writes it for these two tensors."""
+        grids = images * 3 * 8
+        tensors = {
+            "__metadata__": {METADATA_KEY: canonical_json(self.metadata)},
+            "grid_thws": {"dtype": "I64", "shape": [images, 3], "data_offsets": [0, grids]},
+            "pixel_values": {
+                "dtype": SAFETENSORS_DTYPES[self.dtype],
+                "shape": [patches, 3, self.patch_size, self.patch_size],
+                "data_offsets": [grids, grids + patches * self.patch_bytes],
+            },
+        }
+        text = json.dumps(tensors, separators=(",", ":"), ensure_ascii=False).encode()
+        text += b" " * (-len(text) % 8)
+        return len(text).to_bytes(8, "little") + text
+
+
+class ShardWriter:
+    """One shard being filled: a file of exactly the planned size, mapped into memory.
+
+    The space is reserved before it is mapped, so a full disk is a RunError here and never a SIGBUS in a worker.
+    """
+
+    def __init__(self, path: Path, form: ShardFormat, images: int, patches: int) -> None:
+        self._path = path
+        self._temporary = path.with_name(path.name + ".tmp")
+        self._form = form
+        self._data = len(form.header(images, patches)) + images * 24  # where patches start
+        size = self._data + patches * form.patch_bytes
+        with disk_errors(path, size):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = os.open(
+                self._temporary, os.O_RDWR | os.O_CREAT | os.O_TRUNC | getattr(os, "O_BINARY", 0), 0o666
+            )
+            try:
+                _reserve(self._file, size)
+                self._map = mmap.mmap(self._file, size)
+            except BaseException:
+                self.abort()
+                raise
+
+    def patches(self, start: int, count: int) -> memoryview:
+        """The bytes of `count` patches from `start`, to be written in place."""
+        size = self._form.patch_bytes
+        begin = self._data + start * size
+        return memoryview(self._map)[begin : begin + count * size]
+
+    def finish(self, kept: Sequence[tuple[tuple[int, int, int], int, int]]) -> list[tuple[int, int]]:
+        """Close the gaps that failed images left, write header and grids, make the file durable under its name.
+
+        kept: `(grid_thw, patch_start, patch_count)` of the stored images in row order, as they were planned.
+        Returns their final `(row, patch_start)`.
+        """
+        total = sum(count for _, _, count in kept)
+        header = self._form.header(len(kept), total)
+        data = len(header) + len(kept) * 24
+        size = self._form.patch_bytes
+        placed: list[tuple[int, int]] = []
+        next_patch = 0
+        for row, (_, start, count) in enumerate(kept):
+            source, target = self._data + start * size, data + next_patch * size
+            if source != target:  # only ever towards the front, so nothing unread is overwritten
+                self._map.move(target, source, count * size)
+            placed.append((row, next_patch))
+            next_patch += count
+        grids = np.array([thw for thw, _, _ in kept], dtype="<i8").reshape(-1, 3)
+        self._map[:data] = header + grids.tobytes()
+        with disk_errors(self._path):
+            try:
+                self._map.flush()
+                os.ftruncate(self._file, data + total * size)
+                os.fsync(self._file)
+                os.replace(self._temporary, self._path)
+            except BaseException:
+                self.abort()
+                raise
+            self._close()
+            sync(self._path.parent)
+        return placed
+
+    def abort(self) -> None:
+        """Remove the unfinished file."""
+        self._close()
+        self._temporary.unlink(missing_ok=True)
+
+    def _close(self) -> None:
+        # Not mmap.close(): a view that somebody still holds would make it raise. The last view frees the mapping.
+        self.__dict__.pop("_map", None)
+        if "_file" in self.__dict__:
+            os.close(self.__dict__.pop("_file"))
+
+
+def _reserve(descriptor: int, size: int) -> None:
+    if hasattr(os, "posix_fallocate"):
+        os.posix_fallocate(descriptor, 0, size)
+        return
+    zeros = bytes(1 << 20)  # where nothing can be reserved, writing is the only proof of space
+    for begin in range(0, size, len(zeros)):
+        os.write(descriptor, zeros[: size - begin])
+
+
+@dataclass(frozen=True, slots=True)
+class Tensor:
+    """One tensor of a shard: safetensors dtype name, shape, and its byte range in the file."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """An opened shard. Reads through a memory map; needs numpy only."""
+
+    path: Path
+    metadata: dict[str, Any]
+    tensors: dict[str, Tensor]
+
+    def raw(self, name: str) -> np.ndarray[Any, Any]:
+        """A tensor as mapped numpy array; bfloat16 comes as uint16 bit patterns."""
+        tensor = self.tensors[name]
+        kinds = {"F32": "<f4", "BF16": "<u2", "F16": "<f2", "U8": "u1", "I64": "<i8"}
+        if tensor.begin == tensor.end:
+            return np.zeros(tensor.shape, kinds[tensor.dtype])
+        return np.memmap(self.path, kinds[tensor.dtype], "r", tensor.begin, tensor.shape)
+
+    def floats(self, name: str, begin: int, end: int) -> np.ndarray[Any, Any]:
+        """Rows `begin:end` of a tensor as stored values in float32 (uint8 levels stay levels)."""
+        rows = self.raw(name)[begin:end]
+        if self.tensors[name].dtype == "BF16":
+            return (rows.astype(np.uint32) << 16).view(np.float32)
+        return rows.astype(np.float32)
+
+
+def open_shard(path: Path) -> Shard:
+    """Open a shard and check that it is one of ours. Raises InputError."""
+    import safetensors
+
+    try:
+        with safetensors.safe_open(path, framework="numpy") as file:
+            metadata = json.loads((file.metadata() or {})[METADATA_KEY])
+        with open(path, "rb") as raw:
+            length = int.from_bytes(raw.read(8), "little")
+            header = json.loads(raw.read(length))
+    except (OSError, ValueError, KeyError, safetensors.SafetensorError) as error:
+        what = f"not a shard of kimik3-prep: {type(error).__name__}: {error}"
+        raise InputError([Problem(str(path), what, "a .safetensors file that `kimik3-prep encode` wrote")]) from error
+    tensors = {
+        name: Tensor(info["dtype"], tuple(info["shape"]), *(8 + length + at for at in info["data_offsets"]))
+        for name, info in header.items()
+        if name != "__metadata__"
+    }
+    if set(tensors) != {"pixel_values", "grid_thws"}:
+        raise InputError([Problem(str(path), f"tensors {sorted(tensors)}", "pixel_values and grid_thws")])
+    return Shard(path, metadata, tensors)

@@ -1,0 +1,117 @@
+"""What a plan will make and what a run has made, in numbers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from kimik3_prep.plan import GROUPS, ITEM_BYTES
+from kimik3_prep.store import Layout, read_index
+
+
+@dataclass(frozen=True, slots=True)
+class PlanSummary:
+    """What a plan will make. `histogram`: `(most tokens of the bin, images)`; bins double."""
+
+    rows: int
+    failed: int
+    failures: tuple[tuple[int, str, str, str], ...]
+    images: int
+    pixels: int
+    patches: int
+    tokens: int
+    bytes_by_dtype: dict[str, int]
+    shards: dict[str, int]
+    histogram: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class RunSummary:
+    """What a finished run holds, read from its index. `failures`: `(line, id, code, message)`, the first ones."""
+
+    output: Path
+    rows: int
+    ok: int
+    failed: int
+    failures: tuple[tuple[int, str, str, str], ...]
+    images: int
+    patches: int
+    tokens: int
+    size: int
+    shards: int
+    skipped: int
+
+
+def summarize_plan(table: pa.Table, patch_size: int) -> PlanSummary:
+    """Totals of a plan, a table of `PLAN_SCHEMA`."""
+    planned = table.filter(pc.is_valid(table["shard"]))
+    stored = _first_of_span(planned)
+    tokens = stored["num_tokens"].to_numpy()
+    patches = int(pc.sum(stored["patch_count"]).as_py() or 0)
+    levels = patches * 3 * patch_size**2
+    shards = pc.unique(planned["shard"]).to_pylist()
+    groups = [name.rpartition("-")[0] for name in shards]
+    return PlanSummary(
+        rows=table.num_rows,
+        failed=table.num_rows - planned.num_rows,
+        failures=_failures(table.filter(pc.is_null(table["shard"]))),
+        images=stored.num_rows,
+        pixels=int(np.dot(stored["width"].to_numpy(), stored["height"].to_numpy())),
+        patches=patches,
+        tokens=int(pc.sum(planned["num_tokens"]).as_py() or 0),
+        bytes_by_dtype={dtype: levels * size for dtype, size in ITEM_BYTES.items()},
+        shards={group: groups.count(group) for group in GROUPS if group in groups},
+        histogram=_histogram(tokens),
+    )
+
+
+def summarize(layout: Layout, skipped: int = 0) -> RunSummary:
+    """Totals of a finished run. `skipped`: shards that were committed before; -1 when all of the run was."""
+    columns = ["line", "id", "status", "error_code", "error_message", "shard", "row", "patch_count", "num_tokens"]
+    table = read_index(layout.index, columns)
+    failed = table.filter(pc.equal(table["status"], "failed"))
+    ok = table.filter(pc.equal(table["status"], "ok"))
+    stored = ok.group_by(["shard", "row"]).aggregate([("patch_count", "min")])
+    shards = list(layout.shards.glob("*.safetensors")) if layout.shards.is_dir() else []
+    return RunSummary(
+        output=layout.root,
+        rows=table.num_rows,
+        ok=ok.num_rows,
+        failed=failed.num_rows,
+        failures=_failures(failed),
+        images=stored.num_rows,
+        patches=pc.sum(stored["patch_count_min"]).as_py() or 0,
+        tokens=pc.sum(ok["num_tokens"]).as_py() or 0,
+        size=sum(path.stat().st_size for path in shards),
+        shards=len(shards),
+        skipped=skipped,
+    )
+
+
+def _failures(table: pa.Table, most: int = 20) -> tuple[tuple[int, str, str, str], ...]:
+    rows = table.select(["line", "id", "error_code", "error_message"]).slice(0, most).to_pylist()
+    return tuple((row["line"], row["id"], row["error_code"], row["error_message"]) for row in rows)
+
+
+def _first_of_span(planned: pa.Table) -> pa.Table:
+    """One row for each stored image: within a shard, the first row of each span."""
+    row, start = planned["row"].to_numpy(), planned["patch_start"].to_numpy()
+    fresh = np.ones(len(row), bool)
+    fresh[1:] = (np.diff(row) != 0) | (np.diff(start) != 0)
+    shard = planned["shard"].combine_chunks().dictionary_encode().indices.to_numpy()
+    fresh[1:] |= np.diff(shard) != 0
+    return planned.filter(pa.array(fresh))
+
+
+def _histogram(tokens: Any) -> tuple[tuple[int, int], ...]:
+    if not len(tokens):
+        return ()
+    top = max(4, int(np.ceil(np.log2(max(1, tokens.max())))))
+    edges = [0, *(2**power for power in range(4, top + 1))]
+    counts, _ = np.histogram(tokens, bins=np.array(edges) + 0.5)
+    return tuple((edge, int(count)) for edge, count in zip(edges[1:], counts, strict=True))

@@ -1,0 +1,76 @@
+"""What the tests share: golden inputs, small pictures, and the real command."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from kimik3_prep.config import PreprocessorConfig, load_config, published_path
+
+GOLDEN = Path(__file__).parent / "golden"
+BINARY = Path(sys.executable).with_name("kimik3-prep")
+
+
+def golden_cases(name: str) -> list[dict[str, Any]]:
+    """The rows of a golden list, `images` or `configs`."""
+    return [json.loads(line) for line in (GOLDEN / f"{name}.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture(scope="session")
+def published() -> PreprocessorConfig:
+    """The published Kimi-K3 config."""
+    return load_config(published_path())[0]
+
+
+@pytest.fixture
+def golden(tmp_path: Path) -> Path:
+    """A folder with the golden images, and the two paths that cannot be kept in a repository."""
+    folder = tmp_path / "golden"
+    folder.mkdir()
+    os.symlink(GOLDEN / "images", folder / "stored")
+    images = folder / "images"
+    images.mkdir()
+    for path in (GOLDEN / "images").iterdir():
+        os.symlink(path, images / path.name)
+    os.symlink("loop.png", images / "loop.png")
+    return folder
+
+
+Run = Callable[..., subprocess.CompletedProcess[str]]
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    """Run the real `kimik3-prep` in an empty folder; `env` adds variables, `input` feeds stdin."""
+
+    def call(*args: object, env: dict[str, str] | None = None, **more: Any) -> subprocess.CompletedProcess[str]:
+        more.setdefault("cwd", tmp_path)
+        environment = {**os.environ, "COLUMNS": "200", "NO_COLOR": "1", **(env or {})}
+        command = [str(BINARY), *map(str, args)]
+        return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, **more)
+
+    return call
+
+
+def picture(width: int, height: int, mode: str = "RGB", seed: int = 0) -> Image.Image:
+    """A smooth random picture of any mode Pillow converts RGBA to; alpha has holes, edges and soft parts."""
+    random = np.random.default_rng(seed)
+    small = random.integers(0, 256, (max(2, height // 16), max(2, width // 16), 4), dtype=np.uint8)
+    small[..., 3] = random.choice([0, 255, 128, 7], small.shape[:2])
+    image = Image.fromarray(small, "RGBA").resize((width, height), Image.Resampling.BICUBIC)
+    return image if mode == "RGBA" else image.convert(mode)
+
+
+def write_manifest(path: Path, rows: list[dict[str, Any]]) -> Path:
+    """A JSON Lines manifest."""
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
