@@ -146,18 +146,38 @@ def find_config(argument: str | None, beside: Path | None = None) -> Path:
     """
     if argument == PUBLISHED:
         return published_path()
+    if argument == "":
+        raise InputError([Problem("--config", "it is empty", "a path", "is a shell variable unset?")])
     if argument is not None:
         given = Path(argument)
-        places = [given / FILE_NAME if given.is_dir() else given]
+        places = [given / FILE_NAME if os.path.isdir(given) else given]
     else:
         folders = [folder for folder in (beside, Path()) if folder is not None]
         places = list(dict.fromkeys(folder / FILE_NAME for folder in folders))
     for place in places:
-        if place.exists():
+        if _is_there(place):
             return place
     looked = ", ".join(str(place) for place in places)
     hint = f"--config takes a {FILE_NAME}, a checkpoint folder, or {PUBLISHED} for the published values"
     raise InputError([Problem(argument or FILE_NAME, f"{_NEEDED}, and there is none; looked at {looked}", hint=hint)])
+
+
+def _is_there(path: Path) -> bool:
+    """Whether there is anything by that name, a dangling link too: passing over it would pick another config silently.
+
+    Raises InputError where one may not even look.
+    """
+    try:
+        path.lstat()
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except (OSError, ValueError) as error:
+        raise InputError([Problem(str(path), f"cannot be looked at: {_reason(error)}", f"a {FILE_NAME}")]) from error
+    return True
+
+
+def _reason(error: OSError | ValueError) -> str:
+    return getattr(error, "strerror", None) or str(error)
 
 
 # --- reading ------------------------------------------------------------------------------------------------------
@@ -201,11 +221,12 @@ def _read(path: Path) -> bytes:
             status = os.fstat(file.fileno())
             if not stat.S_ISREG(status.st_mode):
                 raise refuse("not a regular file")
-            if status.st_size > _MOST_BYTES:
-                raise refuse(f"{status.st_size:,} bytes long")
-            return file.read()
+            content = file.read(_MOST_BYTES + 1)
+            if len(content) > _MOST_BYTES:
+                raise refuse(f"more than {_MOST_BYTES:,} bytes long")
+            return content
     except (OSError, ValueError) as error:
-        raise refuse(f"cannot be read: {getattr(error, 'strerror', None) or error}") from error
+        raise refuse(f"cannot be read: {_reason(error)}") from error
 
 
 # --- mending ------------------------------------------------------------------------------------------------------
@@ -214,7 +235,8 @@ def _read(path: Path) -> bytes:
 def write_fixed_copy(diagnosis: Diagnosis, target: Path) -> tuple[str, ...]:
     """Write a copy with the missing keys restored from the published config; returns their names.
 
-    No value that is there is changed, and no file is ever overwritten. Raises InputError.
+    No value that is there is changed, and no file is ever overwritten: what else is wrong stays wrong. Raises
+    InputError, also for a file without an object to put keys in and for one of another model family.
     """
     try:
         document = strict_json.parse(_read(diagnosis.path), str(diagnosis.path))
@@ -222,7 +244,7 @@ def write_fixed_copy(diagnosis: Diagnosis, target: Path) -> tuple[str, ...]:
         raise InputError([error.problem]) from None
     where = str(diagnosis.path)
     cfg = rules.inner(document)
-    if cfg is None or not any(key in cfg for key in published_values()):
+    if cfg is None:
         raise InputError([Problem(where, "no Kimi-K3 config to mend", hint=f"start from --config {PUBLISHED}")])
     restored = [key for key in rules.RESTORED if key not in cfg]
     for key in restored:
@@ -233,6 +255,6 @@ def write_fixed_copy(diagnosis: Diagnosis, target: Path) -> tuple[str, ...]:
             file.write(text)
     except FileExistsError:
         raise InputError([Problem(str(target), "exists already", "a new file", "choose another name")]) from None
-    except OSError as error:
-        raise InputError([Problem(str(target), f"cannot be written: {error.strerror}")]) from error
+    except (OSError, ValueError) as error:
+        raise InputError([Problem(str(target), f"cannot be written: {_reason(error)}")]) from error
     return tuple(restored)

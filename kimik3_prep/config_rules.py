@@ -12,6 +12,7 @@ import math
 from collections.abc import Mapping
 from typing import Any, Literal
 
+from kimik3_prep import strict_json
 from kimik3_prep.errors import Problem
 
 REQUIRED = (
@@ -37,6 +38,9 @@ _BACKGROUND_DEFAULTS: dict[str, Any] = {
     "chessboard_gray_value": 200,
 }
 _LARGEST = 2**31 - 1
+_LARGEST_SIDE = 4096  # of a patch in pixels, of a merge in patches: their squares are multiplied into sizes in bytes
+_LARGEST_FLOAT32 = 3.4028234663852886e38
+_READ_AS = {"fixed_output_tokens": None, "transparent_bg_config": None, "transparent_bg_fill_stage": "before_resize"}
 _CHESSBOARD = "chessboard_"
 
 #: Names other image processors use for what a Kimi-K3 key says.
@@ -51,7 +55,9 @@ _SYNONYMS = {
     "patch_limit_one_side": "patch_limit_on_one_side",
     "max_patches_per_side": "patch_limit_on_one_side",
     "mean": "image_mean",
+    "pixel_mean": "image_mean",
     "std": "image_std",
+    "pixel_std": "image_std",
     "fill_stage": "transparent_bg_fill_stage",
     "transparent_bg_stage": "transparent_bg_fill_stage",
     "background": "transparent_bg_config",
@@ -69,13 +75,13 @@ Source = Literal["file", "default", "missing"]
 
 
 def inner(document: Any) -> dict[str, Any] | None:
-    """The object that holds the keys: `media_proc_cfg`, or the top level where they stand flat."""
+    """The object that holds the keys: `media_proc_cfg`, or the top level where they stand flat. None: not Kimi-K3's."""
     if not isinstance(document, dict):
         return None
     if "media_proc_cfg" in document:
         nested = document["media_proc_cfg"]
         return nested if isinstance(nested, dict) else None
-    return document
+    return document if any(key in document for key in _OWN_KEYS) else None
 
 
 class Checker:
@@ -98,8 +104,7 @@ class Checker:
         self._check_near_optional(cfg, unknown)
         values = {
             **self._integers(cfg),
-            "image_mean": self._channel_values(cfg, "image_mean"),
-            "image_std": self._channel_values(cfg, "image_std"),
+            **self._mean_and_std(cfg),
             "fixed_output_tokens": self._fixed_tokens(cfg),
             "background": self._background(cfg),
             "fill_stage": self._fill_stage(cfg),
@@ -120,43 +125,47 @@ class Checker:
         if not isinstance(document, dict):
             self._add("", f"the top level is {show(document)}", "an object with media_proc_cfg")
             return None
+        cfg = inner(document)
         if "media_proc_cfg" not in document:
-            if not any(key in document for key in self._published if key not in _SHARED_KEYS):
+            if cfg is None:
                 self._refuse_other_model(document)
-                return None
-            return document
+            return cfg
         self._prefix = "media_proc_cfg."
-        cfg = document["media_proc_cfg"]
-        if not isinstance(cfg, dict):
-            self._add("media_proc_cfg", f"it is {show(cfg)}", "an object", "copy the published one: kimi-k3")
+        if cfg is None:
+            what = f"it is {show(document['media_proc_cfg'])}"
+            self._add("media_proc_cfg", what, "an object", "copy the published one: kimi-k3")
             return None
-        for key in self._published:
-            if key in document and key in cfg and not same(document[key], cfg[key]):
-                what = f"media_proc_cfg says {show(cfg[key])}, the top level says {show(document[key])}"
+        for key in (key for key in RESTORED if key in document):
+            outer = document[key]
+            if key in cfg and not same(outer, cfg[key]):
+                what = f"media_proc_cfg says {show(cfg[key])}, the top level says {show(outer)}"
                 self._add(key, what, "one value", "remove one of the two")
-            elif key in document and key not in cfg:
-                what = f"{show(document[key])} stands at the top level, beside media_proc_cfg and not in it"
+            elif key not in cfg and not (key in _READ_AS and same(outer, _READ_AS[key])):
+                what = f"{show(outer)} stands at the top level, beside media_proc_cfg and not in it"
                 self._add(key, what, "all keys in one place", "move it into media_proc_cfg")
         return cfg
 
     def _refuse_other_model(self, document: dict[str, Any]) -> None:
-        keys = ("image_processor_type", "processor_class", "model_type", "feature_extractor_type")
-        name = next((f" of {document[key]}" for key in keys if isinstance(document.get(key), str)), "")
-        if any(key in document for key in _SHARED_KEYS) or name:
-            what = f"a config{name}, not of Kimi-K3: it has none of Kimi-K3's own keys"
-        else:
-            what = "it has none of Kimi-K3's keys"
-        self._add("", what, "media_proc_cfg of a Kimi-K3 checkpoint", "--config kimi-k3 uses the published values")
+        keys = ("image_processor_type", "processor_class", "feature_extractor_type", "model_type")
+        name = next((document[key] for key in keys if isinstance(document.get(key), str)), None)
+        what, hint = "it has none of Kimi-K3's own keys", "--config kimi-k3 uses the published values"
+        if name is not None and "kimi" not in name.lower():
+            what = f"a config of {show(name)[1:-1]}, not of Kimi-K3: {what}"
+        elif "architectures" in document or "model_type" in document:
+            hint = "this looks like the model's config.json; preprocessor_config.json beside it is the one"
+        elif near := difflib.get_close_matches("media_proc_cfg", document, 1, 0.7):
+            hint = f"was media_proc_cfg meant by {show(near[0])}?"
+        self._add("", what, "media_proc_cfg of a Kimi-K3 checkpoint", hint)
 
     def _check_missing(self, cfg: dict[str, Any], unknown: list[str]) -> None:
         missing = [key for key in REQUIRED if key not in cfg]
         if not missing:
             return
         what = f"Kimi-K3 image processor is missing deferred-preprocessing config: {', '.join(missing)}"
-        meant = [f"was {key} meant by {near!r}?" for key in missing for near in unknown if near_miss(near, (key,))]
+        meant = [f"was {key} meant by {show(near)}?" for key in missing for near in unknown if near_miss(near, (key,))]
         published = ", ".join(f'"{key}": {json.dumps(self._published[key])}' for key in missing)
-        restore = "`validate-config --write-fixed FILE` restores them"
-        self._add(self._prefix.rstrip("."), what, f"the published values are {published}", "; ".join([*meant, restore]))
+        restore = f"published: {published}; `validate-config --write-fixed FILE` restores them"
+        self._add(self._prefix.rstrip("."), what, "every required key", "; ".join([*meant, restore]))
 
     def _check_near_optional(self, cfg: dict[str, Any], unknown: list[str]) -> None:
         absent = tuple(key for key in _OPTIONAL if key not in cfg)
@@ -197,13 +206,28 @@ class Checker:
         if key not in cfg:
             return None
         value = cfg[key]
-        if type(value) is int and 0 < value <= _LARGEST:
+        most = _LARGEST_SIDE if key in ("patch_size", "merge_kernel_size") else _LARGEST
+        if type(value) is int and 0 < value <= most:
             return value
-        expected = "an integer above zero" if type(value) is not int or value < 1 else f"at most {_LARGEST}"
+        expected = "an integer above zero" if type(value) is not int or value < 1 else f"at most {most}"
         fixed = as_integer(value)
-        hint = f"write {fixed}" if fixed else f"the published value is {json.dumps(self._published.get(key))}"
+        fits = fixed is not None and 0 < fixed <= most
+        hint = f"write {fixed}" if fits else f"the published value is {json.dumps(self._published.get(key))}"
         self._add(self._path(key), f"it is {show(value)}", expected, hint)
         return None
+
+    def _mean_and_std(self, cfg: dict[str, Any]) -> dict[str, list[float] | None]:
+        mean, std = self._channel_values(cfg, "image_mean"), self._channel_values(cfg, "image_std")
+        if mean and std:
+            for m, s in zip(mean, std, strict=True):
+                if max(abs(m), abs(1.0 - m)) * (1.0 / s) > _LARGEST_FLOAT32:
+                    what = f"it is {show(std)}: with image_mean {show(mean)} features leave float32"
+                    self._add(self._path("image_std"), what, "finite features", self._as_published("image_std"))
+                    break
+        return {"image_mean": mean, "image_std": std}
+
+    def _as_published(self, key: str) -> str:
+        return f"the published value is {json.dumps(self._published[key])}"
 
     def _channel_values(self, cfg: dict[str, Any], key: str) -> list[float] | None:
         if key not in cfg:
@@ -214,18 +238,16 @@ class Checker:
             self._add(path, f"it is the single number {show(value)}", "three numbers, one a channel", hint)
             return None
         if not isinstance(value, list) or len(value) != 3 or not all(is_number(v) for v in value):
-            hint = f"the published value is {json.dumps(self._published[key])}"
-            self._add(path, f"it is {show(value)}", "exactly three finite numbers", hint)
+            self._add(path, f"it is {show(value)}", "exactly three finite numbers", self._as_published(key))
             return None
-        if key == "image_std" and min(value) <= 0:
-            self._add(path, f"it is {show(value)}", "numbers above zero")
-            return None
-        if key == "image_std" and min(value) < 1e-30:
-            self._add(path, f"it is {show(value)}", "numbers whose inverse is finite")
-            return None
-        if max(abs(v) for v in value) > 1e30:
-            self._add(path, f"it is {show(value)}", "numbers of a sensible size")
-            return None
+        for wrong, expected in (
+            (key == "image_std" and min(value) <= 0, "numbers above zero"),
+            (key == "image_std" and min(value) < 1e-30, "numbers whose inverse is finite"),
+            (max(abs(v) for v in value) > 1e30, "numbers of a sensible size"),
+        ):
+            if wrong:
+                self._add(path, f"it is {show(value)}", expected, self._as_published(key))
+                return None
         if max(value) > 1:
             what = f"it is {show(value)}: on the scale of 0 to 255?"
             self._add(path, what, "values on the scale of 0 to 1", "divide by 255", warning=True)
@@ -256,8 +278,9 @@ class Checker:
     def _word(self, key: str, value: Any, words: tuple[str, ...], fallback: str) -> str:
         if isinstance(value, str) and value in words:
             return value
-        near = difflib.get_close_matches(value.lower(), words, 1, 0.4) if isinstance(value, str) else []
-        hint = f'was "{near[0]}" meant?' if near else ""
+        near = difflib.get_close_matches(value[:100].lower(), words, 1, 0.4) if isinstance(value, str) else []
+        published = self._published["transparent_bg_config"] | self._published
+        hint = f'was "{near[0]}" meant?' if near else f"the published value is {show(published[key.split('.')[-1]])}"
         self._add(self._path(key), f"it is {show(value)}", " or ".join(f'"{word}"' for word in words), hint)
         return fallback
 
@@ -279,6 +302,10 @@ class Checker:
                 hint = f"was {near} meant?" if near else f"known keys are {', '.join(_BACKGROUND_DEFAULTS)}"
                 self._add(self._path(f"{key}.{name}"), "the checkpoint's loader knows no such key", "", hint)
         full = {**_BACKGROUND_DEFAULTS, **value}
+        used = _BACKGROUND_DEFAULTS if full["pattern"] == "chessboard" else ("pattern",)
+        if absent := [name for name in used if name not in value]:
+            what = "absent keys are read as " + ", ".join(f'"{name}": {show(full[name])}' for name in absent)
+            self._add(self._path(key), what, "every key that is used", "write them down", warning=True)
         top_left = full["chessboard_square_on_top_left"]
         if type(top_left) is not bool:
             path = self._path(f"{key}.chessboard_square_on_top_left")
@@ -324,13 +351,13 @@ class Checker:
                 self.settings.append((f"{key}.{name}", value.get(name, default), published, inner_source))
 
 
-#: Keys that other model families have under the same name: alone they do not make a Kimi-K3 config.
-_SHARED_KEYS = ("patch_size", "image_mean", "image_std")
+#: Keys that make a flat config Kimi-K3's; patch_size, image_mean and image_std other model families have too.
+_OWN_KEYS = ("in_patch_limit", "merge_kernel_size", "patch_limit_on_one_side", *_OPTIONAL)
 
 
 def near_miss(key: str, wanted: tuple[str, ...]) -> str | None:
     """The wanted key that `key` was probably meant to be."""
-    folded = key.lower().replace("-", "_")
+    folded = key[:100].lower().replace("-", "_")
     if _SYNONYMS.get(folded) in wanted:
         return _SYNONYMS[folded]
     near = difflib.get_close_matches(folded, wanted, 1, 0.8)
@@ -350,14 +377,11 @@ def is_number(value: Any) -> bool:
 def as_integer(value: Any) -> int | None:
     """The integer that a string or a float was meant to be."""
     if isinstance(value, str):
-        try:
-            return int(value.strip())
-        except ValueError:
-            return None
+        digits = value.strip()
+        return int(digits) if digits.isascii() and digits.isdecimal() and len(digits) < 20 else None
     return int(value) if isinstance(value, float) and value.is_integer() and abs(value) < _LARGEST else None
 
 
 def show(value: Any) -> str:
     """A JSON value, cut to a line."""
-    text = json.dumps(value)
-    return text if len(text) <= 100 else f"{text[:90]}…"
+    return strict_json.show(value, 100)

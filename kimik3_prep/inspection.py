@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ import pyarrow.compute as pc
 
 from kimik3_prep.errors import InputError, Problem
 from kimik3_prep.shards import Shard, open_shard
-from kimik3_prep.store import INDEX_SCHEMA, Layout, read_index, read_run
+from kimik3_prep.store import INDEX_SCHEMA, Layout, read_index, read_plan, read_run
 
 _FIRST = 10  # rows shown
 _CHUNK = 4096  # patches read at a time for the value range
@@ -23,11 +22,11 @@ def inspect(path: Path) -> dict[str, Any]:
     """A JSON-ready description; `kind` is shard, index or output. Raises InputError for anything else."""
     if path.is_dir():
         return _output(path)
-    if path.suffix == ".safetensors":
+    if path.is_file() and path.suffix == ".safetensors":
         return _shard(path)
-    if path.suffix == ".parquet":
+    if path.is_file() and path.suffix == ".parquet":
         return _index(path)
-    what = "does not exist" if not path.exists() else "is none of these"
+    what = "does not exist" if not path.exists() else "is none of these" if path.is_file() else "is no regular file"
     raise InputError([Problem(str(path), what, "a shard (.safetensors), an index (.parquet) or an output folder")])
 
 
@@ -43,20 +42,25 @@ def _shard(path: Path) -> dict[str, Any]:
             for name, tensor in shard.tensors.items()
         },
         "metadata": shard.metadata,
-        "value_range": _value_range(shard),
+        **_values(shard),
         "rows": _shard_rows(shard),
     }
 
 
-def _value_range(shard: Shard) -> list[float] | None:
-    """Smallest and largest stored value; None for an empty shard."""
+def _values(shard: Shard) -> dict[str, Any]:
+    """`value_range`: smallest and largest stored value, None where there is none; `not_finite`: NaN and infinities."""
     patches = shard.tensors["pixel_values"].shape[0]
-    lows, highs = [], []
+    lows, highs, not_finite = [], [], 0
     for begin in range(0, patches, _CHUNK):
         values = shard.floats("pixel_values", begin, begin + _CHUNK)
-        lows.append(float(values.min()))
-        highs.append(float(values.max()))
-    return [min(lows), max(highs)] if lows else None
+        finite = np.isfinite(values)
+        if not finite.all():  # JSON has no word for them
+            not_finite += int(np.count_nonzero(~finite))
+            values = values[finite]
+        if values.size:
+            lows.append(float(values.min()))
+            highs.append(float(values.max()))
+    return {"value_range": [min(lows), max(highs)] if lows else None, "not_finite": not_finite}
 
 
 def _shard_rows(shard: Shard) -> list[dict[str, Any]]:
@@ -77,8 +81,6 @@ def _shard_rows(shard: Shard) -> list[dict[str, Any]]:
 
 def _index(path: Path) -> dict[str, Any]:
     table = read_index(path)
-    if missing := [name for name in INDEX_SCHEMA.names if name not in table.column_names]:
-        raise InputError([Problem(str(path), f"no index: it has no column {missing[0]!r}", "an index.parquet")])
     return {
         "kind": "index",
         "path": str(path),
@@ -116,8 +118,7 @@ def _output(root: Path) -> dict[str, Any]:
     record = read_run(layout)
     if record is None:
         raise InputError([Problem(str(root), "no run.json in it", "a folder that `kimik3-prep encode` wrote")])
-    shards = sorted(layout.shards.glob("*.safetensors")) if layout.shards.is_dir() else []
-    committed = [path for path in shards if layout.committed(path.stem)]
+    committed = layout.committed_shards()
     finished = layout.index.is_file()
     if finished:
         table = read_index(layout.index)
@@ -128,17 +129,29 @@ def _output(root: Path) -> dict[str, Any]:
         "kind": "output",
         "path": str(root),
         "finished": finished,
+        "planned": None if finished else _planned(layout),
         "dtype": record["facts"]["dtype"],
         "settings": record["facts"],
         "versions": record["versions"],
         "fingerprint": record["fingerprint"],
-        "shards": {path.stem: {"bytes": path.stat().st_size, "patches": _shard_patches(path)} for path in committed},
+        "shards": {
+            path.stem: {
+                "bytes": path.stat().st_size,
+                "patches": open_shard(path).tensors["pixel_values"].shape[0],
+            }
+            for path in committed
+        },
         "size": sum(path.stat().st_size for path in committed),
         **_totals(table),
     }
 
 
-def _shard_patches(path: Path) -> int:
-    with open(path, "rb") as file:
-        header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
-    return int(header["pixel_values"]["shape"][0])
+def _planned(layout: Layout) -> dict[str, int] | None:
+    """What an unfinished run will come to; None where it was stopped before its plan was written."""
+    if not layout.plan.is_file():
+        return None
+    rows, shards = 0, set()
+    for table in read_plan(layout):
+        rows += table.num_rows
+        shards.update(pc.unique(table["shard"].drop_null()).to_pylist())
+    return {"rows": rows, "shards": len(shards)}

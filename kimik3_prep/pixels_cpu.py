@@ -14,6 +14,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import torch
 from PIL import Image
+from torch.utils.dlpack import from_dlpack
 
 from kimik3_prep.config import Background, PreprocessorConfig
 from kimik3_prep.grid import Grid
@@ -93,7 +94,7 @@ def _view(image: Image.Image) -> torch.Tensor:
         lent = pa.array(image)
     except ValueError:  # the pixels lie in several blocks: allocated before this process asked for one
         return torch.from_numpy(np.array(image))
-    return torch.from_numpy(lent.flatten().to_numpy(zero_copy_only=True)).view(image.height, image.width, 4)
+    return from_dlpack(lent.flatten()).view(image.height, image.width, 4)
 
 
 # --- patches ------------------------------------------------------------------------------------------------------

@@ -91,7 +91,7 @@ def _rows_first(shape: torch.Size, new_width: int, new_height: int) -> bool:
 
     The byte between the passes is rounded, so the order shows in the result. Pillow 13 starts with the height where
     that drops more than twice as many rows as the other pass drops columns (python-pillow/Pillow#9549); at one scale
-    for both sides these are the images more than twice as high as wide. Earlier versions start with the width.
+    for both sides these are the images more than twice as high as wide. Earlier versions have other rules.
     """
     fewer_rows, fewer_columns = shape[1] - new_height, shape[2] - new_width
     return fewer_rows > 0 and fewer_rows > 2 * fewer_columns

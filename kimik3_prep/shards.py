@@ -20,6 +20,9 @@ from kimik3_prep.disk import disk_errors, sync
 from kimik3_prep.errors import InputError, Problem
 from kimik3_prep.plan import ITEM_BYTES, canonical_json
 
+#: Version of everything on disk; a reader refuses what it does not know.
+FORMAT = 1
+
 #: The one metadata key of a shard and of an index. Several keys would come out in random order.
 METADATA_KEY = "kimik3_prep"
 
@@ -136,8 +139,9 @@ def _reserve(descriptor: int, size: int) -> None:
         os.posix_fallocate(descriptor, 0, size)
         return
     zeros = bytes(1 << 20)  # where nothing can be reserved, writing is the only proof of space
-    for begin in range(0, size, len(zeros)):
-        os.write(descriptor, zeros[: size - begin])
+    written = 0
+    while written < size:
+        written += os.write(descriptor, zeros[: size - written])  # may take less than it is given
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,18 +184,40 @@ def open_shard(path: Path) -> Shard:
 
     try:
         with safetensors.safe_open(path, framework="numpy") as file:
-            metadata = json.loads((file.metadata() or {})[METADATA_KEY])
+            text = (file.metadata() or {}).get(METADATA_KEY)
         with open(path, "rb") as raw:
             length = int.from_bytes(raw.read(8), "little")
             header = json.loads(raw.read(length))
-    except (OSError, ValueError, KeyError, safetensors.SafetensorError) as error:
-        what = f"not a shard of kimik3-prep: {type(error).__name__}: {error}"
-        raise InputError([Problem(str(path), what, "a .safetensors file that `kimik3-prep encode` wrote")]) from error
+        metadata: Any = None if text is None else json.loads(text)
+    except (OSError, ValueError, RecursionError, safetensors.SafetensorError) as error:
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        raise _no_shard(path, reason) from error
     tensors = {
         name: Tensor(info["dtype"], tuple(info["shape"]), *(8 + length + at for at in info["data_offsets"]))
         for name, info in header.items()
         if name != "__metadata__"
     }
-    if set(tensors) != {"pixel_values", "grid_thws"}:
-        raise InputError([Problem(str(path), f"tensors {sorted(tensors)}", "pixel_values and grid_thws")])
+    if reason := _unlike_ours(metadata, tensors):
+        raise _no_shard(path, reason)
     return Shard(path, metadata, tensors)
+
+
+def _unlike_ours(metadata: Any, tensors: Mapping[str, Tensor]) -> str:
+    """What tells a well-formed safetensors file from a shard; empty for a shard."""
+    if set(tensors) != {"pixel_values", "grid_thws"}:
+        return f"its tensors are {', '.join(sorted(tensors)) or 'none'}, not pixel_values and grid_thws"
+    if not isinstance(metadata, dict):
+        return f"its metadata has no {METADATA_KEY}"
+    if (version := metadata.get("format", FORMAT)) != FORMAT:
+        return f"its format is {version!r}, this version reads format {FORMAT}"
+    pixels, grids = tensors["pixel_values"], tensors["grid_thws"]
+    if pixels.dtype not in SAFETENSORS_DTYPES.values() or len(pixels.shape) != 4 or pixels.shape[1] != 3:
+        return f"pixel_values is {pixels.dtype} {list(pixels.shape)}, not [patches, 3, p, p]"
+    if grids.dtype != "I64" or grids.shape[1:] != (3,):
+        return f"grid_thws is {grids.dtype} {list(grids.shape)}, not I64 [images, 3]"
+    return ""
+
+
+def _no_shard(path: Path, reason: str) -> InputError:
+    what = f"not a shard of kimik3-prep: {reason}"
+    return InputError([Problem(str(path), what, "a .safetensors file that `kimik3-prep encode` wrote")])

@@ -23,14 +23,13 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from pyarrow import parquet
 
-from kimik3_prep.disk import disk_errors, write_whole
+from kimik3_prep import strict_json
+from kimik3_prep.disk import disk_errors, sync, write_whole
 from kimik3_prep.errors import InputError, ItemError, PlanMismatch, Problem
 from kimik3_prep.fields import short_image
 from kimik3_prep.plan import PLAN_SCHEMA, canonical_json, fingerprint
+from kimik3_prep.shards import FORMAT as FORMAT
 from kimik3_prep.shards import METADATA_KEY
-
-#: Version of everything below; a reader refuses what it does not know.
-FORMAT = 1
 
 INDEX_SCHEMA = pa.schema(
     [
@@ -79,6 +78,10 @@ _PLACE = (
     "pad_height",
 )
 _ROW_GROUP = 65_536
+_WIDE = {pa.string(): pa.large_string()}
+
+_OURS = re.compile(r"(cpu|gpu|local)-\d{5,}\.(safetensors|parquet)(\.tmp)?")
+_OURS_IN_ROOT = ("index.parquet", "plan.parquet", "run.json")
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +122,13 @@ class Layout:
         """Whether the shard is complete on disk."""
         return self.shard_index(name).is_file() and self.shard(name).is_file()
 
+    def committed_shards(self) -> list[Path]:
+        """The safetensors files of all complete shards, by name; whatever else lies there is not ours to count."""
+        if not self.shards.is_dir():
+            return []
+        found = (path for path in self.shards.glob("*.safetensors") if _OURS.fullmatch(path.name))
+        return sorted(path for path in found if self.committed(path.stem))
+
 
 @dataclass(frozen=True, slots=True)
 class Stored:
@@ -144,11 +154,12 @@ def open_run(layout: Layout, facts: dict[str, Any], versions: Mapping[str, str],
 
     Raises InputError where the folder holds something else, PlanMismatch naming each fact that differs.
     """
-    if layout.root.exists() and not layout.root.is_dir():
-        raise InputError([Problem(str(layout.root), "is a file", "a folder for the output", "choose another --output")])
+    for folder in (layout.root, *layout.root.parents):
+        if folder.exists() and not folder.is_dir():
+            raise InputError([Problem(str(folder), "is a file", "a folder for the output", "choose another --output")])
     record = read_run(layout)
     if record is None and (foreign := foreign_entries(layout)):
-        what = f"holds files that are not kimik3-prep's, {foreign[0]!r} among them"
+        what = f"holds {foreign[0]!r} and no run.json, so it is not a folder that kimik3-prep filled"
         raise InputError([Problem(str(layout.root), what, "a new or empty folder", "choose another --output")])
     if record is not None and overwrite:
         clear_output(layout)
@@ -158,7 +169,7 @@ def open_run(layout: Layout, facts: dict[str, Any], versions: Mapping[str, str],
         text = json.dumps(record, indent=2, sort_keys=True, ensure_ascii=False) + "\n"
         write_whole(layout.run, lambda path: path.write_text(text, encoding="utf-8"))
         return
-    changed = list(_differences(record.get("facts", {}), facts))
+    changed = list(_differences(record["facts"], facts))
     if changed:
         hint = "use the same settings, another --output, or --overwrite to start anew"
         raise PlanMismatch(
@@ -180,41 +191,49 @@ def _differences(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> 
 
 def read_run(layout: Layout) -> dict[str, Any] | None:
     """The run record, None where there is none. Raises InputError for one that is not ours."""
+    where, expected = str(layout.run), "the run.json that `kimik3-prep encode` wrote"
     try:
-        record = json.loads(layout.run.read_text(encoding="utf-8"))
-    except FileNotFoundError:
+        record = strict_json.parse(layout.run.read_bytes(), where)
+    except (FileNotFoundError, NotADirectoryError):
         return None
-    except (OSError, ValueError) as error:
-        raise InputError([Problem(str(layout.run), f"not a run record: {error}")]) from error
-    if not isinstance(record, dict) or record.get("format") != FORMAT:
-        found = record.get("format") if isinstance(record, dict) else None
+    except OSError as error:
+        raise InputError([Problem(where, f"cannot be read: {error.strerror or error}")]) from error
+    except strict_json.JsonProblem as error:
+        what = f"not a run record: {error.problem.what}"
+        raise InputError([Problem(error.problem.where, what, expected, "choose another --output")]) from None
+    version = record.get("format") if isinstance(record, dict) else None
+    if type(version) is int and version != FORMAT:
         hint = "use the version of kimik3-prep that wrote it, or another --output"
-        raise InputError([Problem(str(layout.run), f"format {found!r}", f"format {FORMAT}", hint)])
-    return record
-
-
-_OURS = re.compile(r"(cpu|gpu|local)-\d{5,}\.(safetensors|parquet)(\.tmp)?")
-_OURS_IN_ROOT = ("index.parquet", "plan.parquet", "run.json")
+        raise InputError([Problem(where, f"format {version}", f"format {FORMAT}", hint)])
+    if version is None or not all(isinstance(record.get(key), dict) for key in ("facts", "versions")):
+        raise InputError([Problem(where, "not a run record of kimik3-prep", expected, "choose another --output")])
+    if record.get("fingerprint") != fingerprint(record["facts"]):
+        what = "was changed by hand: the settings are not those of its fingerprint"
+        raise InputError([Problem(where, what, expected, "choose another --output")])
+    return dict(record)
 
 
 def foreign_entries(layout: Layout) -> list[str]:
-    """Names in the output folder that this package would not have written."""
+    """Names in an output folder without a run record that a run which was killed at its start would not have left.
+
+    The record is written first and removed last, so its own unfinished copy is the only one.
+    """
     if not layout.root.is_dir():
         return []
-    ours = {"shards", *_OURS_IN_ROOT, *(f"{name}.tmp" for name in _OURS_IN_ROOT)}
-    return sorted(entry.name for entry in layout.root.iterdir() if entry.name not in ours)
+    return sorted(entry.name for entry in layout.root.iterdir() if entry.name != f"{layout.run.name}.tmp")
 
 
 def clear_output(layout: Layout) -> None:
     """Remove what this package wrote, and only that; the run record goes last, so a kill leaves a run to resume."""
     with disk_errors(layout.root):
-        (layout.root / "index.parquet").unlink(missing_ok=True)
+        layout.index.unlink(missing_ok=True)
         if layout.shards.is_dir():
             # Indexes first: a shard without its index is uncommitted, an index without its shard would be a lie.
             for path in sorted(layout.shards.iterdir(), key=lambda path: path.suffix != ".parquet"):
                 if _OURS.fullmatch(path.name):
                     path.unlink()
-            if not any(layout.shards.iterdir()):
+            sync(layout.shards)  # else a loss of power could bring old shards back under a new run record
+            if not any(layout.shards.iterdir()) and not layout.shards.is_symlink():
                 layout.shards.rmdir()
         for name in _OURS_IN_ROOT:
             (layout.root / f"{name}.tmp").unlink(missing_ok=True)
@@ -227,14 +246,22 @@ def write_plan(layout: Layout, table: pa.Table) -> None:
 
 
 def read_plan(layout: Layout) -> Iterator[pa.Table]:
-    """The plan, one row group at a time."""
-    with parquet.ParquetFile(layout.plan, memory_map=False) as file:
-        for group in range(file.num_row_groups):
-            yield file.read_row_group(group).cast(PLAN_SCHEMA)
+    """The plan, one row group at a time. Raises InputError for a file that is not one."""
+    try:
+        with parquet.ParquetFile(layout.plan, memory_map=False) as file:
+            for group in range(file.num_row_groups):
+                yield file.read_row_group(group).cast(PLAN_SCHEMA)
+    except (OSError, ValueError, pa.ArrowException) as error:
+        what, hint = f"not a plan of kimik3-prep: {_one_line(error)}", "--overwrite starts the run anew"
+        raise InputError([Problem(str(layout.plan), what, hint=hint)]) from error
 
 
 def _write_parquet(table: pa.Table, path: Path) -> None:
     parquet.write_table(table, path, row_group_size=_ROW_GROUP, compression="zstd")
+
+
+def _one_line(error: Exception) -> str:
+    return error.strerror if isinstance(error, OSError) and error.strerror else " ".join(str(error).split())
 
 
 # --- indexes ------------------------------------------------------------------------------------------------------
@@ -281,16 +308,36 @@ def write_shard_index(layout: Layout, name: str, table: pa.Table, metadata: Mapp
 
 def read_index(path: Path, columns: Sequence[str] | None = None) -> pa.Table:
     """An index, whole or some columns of it. Raises InputError for a file that is not one."""
+    wanted = INDEX_SCHEMA.names if columns is None else list(columns)
     try:
-        return parquet.read_table(path, columns=None if columns is None else list(columns), partitioning=None)
-    except (OSError, pa.ArrowException) as error:
-        raise InputError([Problem(str(path), f"not an index of kimik3-prep: {error}")]) from error
+        with parquet.ParquetFile(path, memory_map=False) as file:
+            reason = _unlike_an_index(file.schema_arrow, wanted)
+            if not reason:
+                return file.read(None if columns is None else wanted)
+    except (OSError, ValueError, pa.ArrowException) as error:
+        reason = _one_line(error)
+    raise InputError([Problem(str(path), f"not an index of kimik3-prep: {reason}", "an index.parquet")])
+
+
+def _unlike_an_index(schema: pa.Schema, wanted: Iterable[str]) -> str:
+    """What tells a well-formed Parquet file from an index; empty for an index."""
+    places = {name: schema.get_field_index(name) for name in wanted}
+    if missing := [name for name, place in places.items() if place < 0]:
+        return f"it has no column {missing[0]!r}"
+    for name, place in places.items():
+        if schema.field(place).type != INDEX_SCHEMA.field(name).type:
+            return f"its column {name!r} is {schema.field(place).type}, not {INDEX_SCHEMA.field(name).type}"
+    about = json.loads((schema.metadata or {}).get(METADATA_KEY.encode(), b"{}"))
+    version = about.get("format", FORMAT) if isinstance(about, dict) else about
+    return "" if version == FORMAT else f"its format is {version!r}, this version reads format {FORMAT}"
 
 
 def write_index(layout: Layout, names: Iterable[str], failed: Sequence[pa.Table], metadata: Mapping[str, Any]) -> None:
     """Merge the shard indexes and the rows that failed while planning into `index.parquet`, in manifest order."""
+    # Ids, captions and the like of all rows may be more than the 2 GiB that one Arrow string array can hold.
+    wide = pa.schema([field.with_type(_WIDE.get(field.type, field.type)) for field in INDEX_SCHEMA])
     parts = [read_index(layout.shard_index(name)).replace_schema_metadata(None) for name in names]
-    table = pa.concat_tables([*parts, *failed])
+    table = pa.concat_tables([wide.empty_table(), *(part.cast(wide) for part in [*parts, *failed])])
     table = table.combine_chunks()  # taking from thousands of chunks would walk all of them each time
     order = pc.sort_indices(table["item"])
     schema = INDEX_SCHEMA.with_metadata({METADATA_KEY: canonical_json(metadata)})

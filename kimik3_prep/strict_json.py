@@ -4,9 +4,22 @@ from __future__ import annotations
 
 import json
 import math
+import re
+import sys
 from typing import Any, NoReturn
 
 from kimik3_prep.errors import Problem
+
+#: Brackets inside one another. No config and no row comes near; deeper values break whoever writes them out again.
+_DEEPEST = 200
+
+_STRING = r'"(?:[^"\\]++|\\.)*+"'
+_BRACKETS = re.compile(rf"{_STRING}|[\[\]{{}}]", re.DOTALL)
+_TOKENS = re.compile(
+    rf"(?P<string>{_STRING})(?P<colon>\s*:)?|(?P<word>NaN|-?Infinity)|(?P<number>-?[0-9][0-9.eE+-]*)|[\[\]{{}}]",
+    re.DOTALL,
+)
+_HALF = re.compile(r"[\ud800-\udfff]")
 
 
 class JsonProblem(Exception):
@@ -18,102 +31,156 @@ class JsonProblem(Exception):
 
 
 class _Refused(ValueError):
-    """A value Python's reader would accept; `what` and `hint` say why it is not."""
-
-    def __init__(self, what: str, hint: str = "") -> None:
-        self.what, self.hint = what, hint
-        super().__init__(what)
+    """A value that Python's reader would accept. What and where it is, `_refusal` finds out."""
 
 
 def parse(content: bytes, where: str) -> Any:
     """The value of a whole file. Problems are placed at `where:line:column`. Raises JsonProblem."""
-    return _parse(content, where, lambda line, column: f"{where}:{line}:{column}")
+    return _parse(content, where, True)
 
 
 def parse_line(content: bytes, where: str) -> Any:
-    """The value of one line; `where` names it already. Raises JsonProblem."""
-    return _parse(content, where, lambda line, column: where)
+    """The value of one line; `where` names it already, the problem adds the column. Raises JsonProblem."""
+    return _parse(content, where, False)
 
 
-def _parse(content: bytes, where: str, place: Any) -> Any:
+def show(value: Any) -> str:
+    """A JSON value, cut to a line."""
+    text = json.dumps(value)
+    return text if len(text) <= 100 else f"{text[:90]}…"
+
+
+def _parse(content: bytes, where: str, whole_file: bool) -> Any:
     try:
-        text = content.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        what = f"byte {error.start + 1} is not UTF-8"
-        raise JsonProblem(Problem(where, what, "UTF-8 text", "save the file as UTF-8")) from None
-    try:
+        text = content.decode().removeprefix("\ufeff")
         value = _decode(text)
-        if "\\u" in text:  # the only way a lone surrogate can get in; looking for one costs a second pass
+        if "\\u" in text:  # the only way half a character can get in; looking for one costs a second pass
             json.dumps(value, ensure_ascii=False).encode()
+        if len(text) > 2 * _DEEPEST and _too_deep(text):
+            raise RecursionError
         return value
-    except json.JSONDecodeError as error:
-        what = f"not JSON: {error.msg} at column {error.colno}"
-        raise JsonProblem(Problem(place(error.lineno, error.colno), what, hint=_syntax_hint(text, error))) from None
-    except _Refused as error:
-        place_found = _found_at(text, error, where, place)
-        raise JsonProblem(Problem(place_found, error.what, "strict JSON", error.hint)) from None
-    except UnicodeEncodeError as error:
-        escape = f"\\u{ord(error.object[error.start]):04x}"
-        at = text.lower().find(escape)
-        what = f"{escape} is half of a character (a lone surrogate)"
-        raise JsonProblem(Problem(_place_of(text, at, where, place), what, "text that UTF-8 can hold")) from None
-    except RecursionError:
-        raise JsonProblem(Problem(where, "nested too deeply to be read", "a flat object")) from None
-    except ValueError as error:  # Python refuses integers of more than 4,300 digits
-        raise JsonProblem(Problem(where, f"a number that cannot be read: {error}", "an ordinary number")) from None
+    except (ValueError, RecursionError) as error:
+        raise JsonProblem(_problem(content, error, where, whole_file)) from None
+
+
+# --- what Python's reader calls -----------------------------------------------------------------------------------
 
 
 def _constant(name: str) -> NoReturn:
-    raise _Refused(f"{name} is not JSON", "use a finite number")
+    raise _Refused
 
 
 def _float(text: str) -> float:
     value = float(text)
     if math.isinf(value):
-        raise _Refused(f"{text} is too large for a number", "use a finite number")
+        raise _Refused
     return value
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     value = dict(pairs)
     if len(value) != len(pairs):
-        seen: set[str] = set()
-        for key, _ in pairs:
-            if key in seen:
-                raise _Refused(f"the key {json.dumps(key)[:80]} stands twice in one object", "keep one of them")
-            seen.add(key)
+        raise _Refused
     return value
 
 
 _decode = json.JSONDecoder(object_pairs_hook=_object, parse_constant=_constant, parse_float=_float).decode
 
 
-def _syntax_hint(text: str, error: json.JSONDecodeError) -> str:
-    if not text.strip():
-        return "the file is empty"
-    rest = text[error.pos : error.pos + 2]
-    before = text[: error.pos].rstrip()
-    if rest.startswith(("//", "/*", "#")) or before.endswith(("//", "/*")):
+def _too_deep(text: str) -> bool:
+    if text.count("[") + text.count("{") <= _DEEPEST:
+        return False
+    depth = 0
+    for token in _BRACKETS.findall(text):
+        if token in ("[", "{"):
+            depth += 1
+            if depth > _DEEPEST:
+                return True
+        elif token in ("]", "}"):
+            depth -= 1
+    return False
+
+
+# --- saying what is wrong: only ever run for a text that was refused ----------------------------------------------
+
+
+def _problem(content: bytes, error: Exception, where: str, whole_file: bool) -> Problem:
+    if isinstance(error, RecursionError):
+        return Problem(where, f"brackets stand more than {_DEEPEST} deep in one another", "values nested a few deep")
+    if isinstance(error, UnicodeDecodeError):
+        text = content[: error.start].decode().removeprefix("\ufeff")
+        utf16 = content[:2] in (b"\xff\xfe", b"\xfe\xff")
+        hint = "it looks like UTF-16; save it as UTF-8" if utf16 else "save it as UTF-8"
+        return _placed(text, len(text), f"the byte 0x{content[error.start]:02x} is not UTF-8", hint, where, whole_file)
+    text = content.decode().removeprefix("\ufeff")
+    if isinstance(error, json.JSONDecodeError):
+        if not text.strip():
+            return Problem(where, "there is nothing in it", "a JSON value")
+        cause = error.msg.removesuffix(" at").removesuffix(" starting")
+        what = f"not JSON: {cause[:1].lower()}{cause[1:]}"
+        return _placed(text, error.pos, what, _syntax_hint(text, error.pos), where, whole_file)
+    at, what, hint = _refusal(text)
+    return _placed(text, at, what, hint, where, whole_file)
+
+
+def _placed(text: str, at: int, what: str, hint: str, where: str, whole_file: bool) -> Problem:
+    column = at - text.rfind("\n", 0, at)
+    if not whole_file:
+        return Problem(where, f"{what}, at column {column}", hint=hint)
+    line = text.count("\n", 0, at) + 1
+    return Problem(f"{where}:{line}:{column}", what, hint=hint)
+
+
+def _syntax_hint(text: str, at: int) -> str:
+    before, rest = text[:at].rstrip(), text[at:]
+    if rest.startswith(("//", "/*", "#")):
         return "JSON has no comments"
-    if before.endswith(",") or (rest[:1] == "," and text[error.pos + 1 :].lstrip()[:1] in ("]", "}")):
+    if (before.endswith(",") and rest[:1] in ("]", "}")) or re.match(r",\s*[\]}]", rest):
         return "remove the comma after the last entry"
     if rest[:1] == "'":
         return "JSON strings stand in double quotes"
+    if re.match(r"(?:None|True|False)\b", rest):
+        return "JSON writes null, true and false"
+    if not rest.strip():
+        return "the text ends too early: was the file cut off?"
     return ""
 
 
-def _found_at(text: str, error: _Refused, where: str, place: Any) -> str:
-    """Where the refused word stands; Python's hooks are not told, so it is looked for."""
-    word = error.what.split(" ")[0]
-    if word == "the":  # a repeated key: its last appearance
-        key = error.what[len("the key ") :].rpartition(" stands twice")[0]
-        return _place_of(text, text.rfind(key), where, place)
-    return _place_of(text, text.find(word), where, place)
+def _refusal(text: str) -> tuple[int, str, str]:
+    """Position, what and hint of the first thing refused.
+
+    Python's hooks are not told where they are, so the text is read a second time. It is well-formed up to there.
+    """
+    keys: list[set[str]] = []  # one set for every open bracket; those of lists stay empty
+    for match in _TOKENS.finditer(text):
+        token, at = match.group(), match.start()
+        if token in ("[", "{"):
+            keys.append(set())
+        elif token in ("]", "}"):
+            keys.pop()
+        elif match["word"]:
+            return at, f"{token} is not JSON", "write a finite number"
+        elif match["number"]:
+            if what := _number_refusal(token):
+                return at, what, "write an ordinary number"
+        else:
+            string = json.loads(match["string"])
+            if half := _HALF.search(string):
+                what = f"\\u{ord(half.group()):04x} in this string is half of a character (a lone surrogate)"
+                return at, what, "write the character itself, or both of its halves"
+            if match["colon"]:
+                if string in keys[-1]:
+                    return at, f"the key {show(string)} stands twice in one object", "keep one of them"
+                keys[-1].add(string)
+    return 0, "something in it is not strict JSON", ""
 
 
-def _place_of(text: str, at: int, where: str, place: Any) -> str:
-    if at < 0:
-        return where
-    line = text.count("\n", 0, at) + 1
-    found: str = place(line, at - text.rfind("\n", 0, at))
-    return found
+def _number_refusal(token: str) -> str:
+    if not token.lstrip("-").isdigit():
+        return f"{_cut(token)} is too large for a number" if math.isinf(float(token)) else ""
+    digits, most = len(token.lstrip("-")), sys.get_int_max_str_digits()
+    return f"an integer of {digits:,} digits" if 0 < most < digits else ""
+
+
+def _cut(token: str) -> str:
+    return token if len(token) <= 40 else f"{token[:30]}…"

@@ -47,9 +47,14 @@ class RunSummary:
     skipped: int
 
 
+_FAILURE = ["line", "id", "error_code", "error_message"]
+_NUMBERS = ["shard", "row", "patch_start", "patch_count", "num_tokens", "width", "height"]
+
+
 def summarize_plan(table: pa.Table, patch_size: int) -> PlanSummary:
     """Totals of a plan, a table of `PLAN_SCHEMA`."""
-    planned = table.filter(pc.is_valid(table["shard"]))
+    failed = table.select(_FAILURE).filter(pc.is_null(table["shard"]))
+    planned = table.select(_NUMBERS).filter(pc.is_valid(table["shard"]))
     stored = _first_of_span(planned)
     tokens = stored["num_tokens"].to_numpy()
     patches = int(pc.sum(stored["patch_count"]).as_py() or 0)
@@ -59,9 +64,9 @@ def summarize_plan(table: pa.Table, patch_size: int) -> PlanSummary:
     return PlanSummary(
         rows=table.num_rows,
         failed=table.num_rows - planned.num_rows,
-        failures=_failures(table.filter(pc.is_null(table["shard"]))),
+        failures=_failures(failed),
         images=stored.num_rows,
-        pixels=int(np.dot(stored["width"].to_numpy(), stored["height"].to_numpy())),
+        pixels=pc.sum(pc.multiply(stored["width"], stored["height"])).as_py() or 0,  # null for features files
         patches=patches,
         tokens=int(pc.sum(planned["num_tokens"]).as_py() or 0),
         bytes_by_dtype={dtype: levels * size for dtype, size in ITEM_BYTES.items()},
@@ -72,12 +77,12 @@ def summarize_plan(table: pa.Table, patch_size: int) -> PlanSummary:
 
 def summarize(layout: Layout, skipped: int = 0) -> RunSummary:
     """Totals of a finished run. `skipped`: shards that were committed before; -1 when all of the run was."""
-    columns = ["line", "id", "status", "error_code", "error_message", "shard", "row", "patch_count", "num_tokens"]
+    columns = [*_FAILURE, "status", "shard", "row", "patch_count", "num_tokens"]
     table = read_index(layout.index, columns)
     failed = table.filter(pc.equal(table["status"], "failed"))
     ok = table.filter(pc.equal(table["status"], "ok"))
     stored = ok.group_by(["shard", "row"]).aggregate([("patch_count", "min")])
-    shards = list(layout.shards.glob("*.safetensors")) if layout.shards.is_dir() else []
+    shards = layout.committed_shards()
     return RunSummary(
         output=layout.root,
         rows=table.num_rows,
@@ -94,7 +99,7 @@ def summarize(layout: Layout, skipped: int = 0) -> RunSummary:
 
 
 def _failures(table: pa.Table, most: int = 20) -> tuple[tuple[int, str, str, str], ...]:
-    rows = table.select(["line", "id", "error_code", "error_message"]).slice(0, most).to_pylist()
+    rows = table.select(_FAILURE).slice(0, most).to_pylist()
     return tuple((row["line"], row["id"], row["error_code"], row["error_message"]) for row in rows)
 
 
@@ -111,7 +116,7 @@ def _first_of_span(planned: pa.Table) -> pa.Table:
 def _histogram(tokens: Any) -> tuple[tuple[int, int], ...]:
     if not len(tokens):
         return ()
-    top = max(4, int(np.ceil(np.log2(max(1, tokens.max())))))
-    edges = [0, *(2**power for power in range(4, top + 1))]
-    counts, _ = np.histogram(tokens, bins=np.array(edges) + 0.5)
+    top = max(4, (int(tokens.max()) - 1).bit_length())
+    edges = [-1, *(2**power for power in range(4, top + 1))]
+    counts, _ = np.histogram(tokens, bins=np.array(edges) + 0.5)  # halves, so that a power of two ends its bin
     return tuple((edge, int(count)) for edge, count in zip(edges[1:], counts, strict=True))

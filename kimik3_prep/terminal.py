@@ -1,21 +1,27 @@
-"""What people see: tables, progress, sentences. Everything here only prints."""
+"""What people see: tables, progress, sentences. Everything here only prints.
+
+Ids, paths and error messages come from files that anybody may have written. They are printed letter by letter: no
+markup, no emoji codes, and what would move the cursor or turn the text around is shown as an escape (`harmless`).
+"""
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Sequence
+from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from rich.cells import cell_len, set_cell_size
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
-from rich.table import Table
 from rich.text import Text
 
 from kimik3_prep.config import Diagnosis
@@ -24,14 +30,49 @@ from kimik3_prep.summary import PlanSummary, RunSummary
 
 _EVERY = 5.0  # seconds between progress lines where there is no terminal
 _MOST_PROBLEMS = 50
+_LINE, _CELL = 300, 60  # most characters of a foreign text in a sentence, in a table
 
-out = Console(highlight=False, soft_wrap=True, markup=False)
-err = Console(stderr=True, highlight=False, soft_wrap=True, markup=False)
+# Control characters, line separators, marks that reverse the reading order, and halves of characters (from file names).
+_HARMFUL = re.compile("[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+_PLAIN = str.maketrans({"…": "...", "█": "#"})
+
+out = Console(highlight=False, soft_wrap=True, markup=False, emoji=False)
+err = Console(stderr=True, highlight=False, soft_wrap=True, markup=False, emoji=False)
 
 
 def print_json(value: Any) -> None:
     """One JSON document on stdout."""
-    sys.stdout.write(json.dumps(value, indent=2, ensure_ascii=False, default=str) + "\n")
+    text = json.dumps(value, indent=2, ensure_ascii=not out.encoding.startswith("utf"), default=str)
+    # What may stand in JSON may still be harmful to a terminal. Outside of strings there is none of it but newlines.
+    lines = (_HARMFUL.sub(lambda found: f"\\u{ord(found[0]):04x}", line) for line in text.split("\n"))
+    sys.stdout.write("\n".join(lines) + "\n")
+
+
+def harmless(text: str, most: int | None = None) -> str:
+    """The text with control characters as escapes like \\x1b, shortened in its middle to about `most` characters."""
+    text = _HARMFUL.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+    if most is None or len(text) <= most:
+        return text
+    return f"{text[: most - most // 4 - 1]}…{text[-(most // 4) :]}"
+
+
+def counted(number: int, noun: str) -> str:
+    """`1 shard`, `2,000 shards`."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+def _say(console: Console, text: str, label: str = "", style: str = "bold red", bold: str = "") -> None:
+    """Print one line: a coloured label, something bold, and the text."""
+    parts = (_fitting(console, label), style), (_fitting(console, bold), "bold"), _fitting(console, text)
+    console.print(Text.assemble(*parts))
+
+
+def _fitting(console: Console, text: str) -> str:
+    """The text, harmless, in letters that the console's encoding has."""
+    text = harmless(text)
+    if console.encoding.startswith("utf"):
+        return text
+    return text.translate(_PLAIN).encode(console.encoding, "backslashreplace").decode(console.encoding)
 
 
 def print_error(error: PrepError) -> None:
@@ -41,39 +82,42 @@ def print_error(error: PrepError) -> None:
             print_problem(problem)
         hidden = error.total - min(len(error.problems), _MOST_PROBLEMS)
         more = f" ({hidden:,} of them not shown; --format json lists up to 1,000)" if hidden else ""
-        err.print(f"{error.total:,} problem{'s' if error.total != 1 else ''} found, nothing was done{more}.")
+        _say(err, f"{counted(error.total, 'problem')} found, nothing was done{more}.")
     else:
-        err.print(Text.assemble(("error: ", "bold red"), str(error)))
+        _say(err, str(error), "error: ")
 
 
 def print_fault(error: Exception) -> None:
     """An error this package did not foresee: what a report needs, and the traceback when it was asked for."""
     last = traceback.extract_tb(error.__traceback__)[-1]
-    err.print(Text.assemble(("internal error: ", "bold red"), f"{type(error).__name__}: {error}"))
-    err.print(f"    at {Path(last.filename).name}:{last.lineno}; committed shards stay valid. Please report this.")
+    _say(err, f"{type(error).__name__}: {error}", "internal error: ")
+    _say(err, f"    at {Path(last.filename).name}:{last.lineno}; committed shards stay valid. Please report this.")
     if os.environ.get("KIMIK3_PREP_TRACEBACK"):
-        err.print("".join(traceback.format_exception(error)))
+        for line in "".join(traceback.format_exception(error)).splitlines():
+            _say(err, line)
     else:
-        err.print("    KIMIK3_PREP_TRACEBACK=1 shows where it comes from")
+        _say(err, "    KIMIK3_PREP_TRACEBACK=1 shows where it comes from")
 
 
 def print_problem(problem: Problem) -> None:
     """A problem on stderr: where, what, what was expected, what to do."""
     colour = "bold yellow" if problem.severity == "warning" else "bold red"
-    err.print(Text.assemble((f"{problem.severity}: ", colour), (problem.where, "bold"), f": {problem.what}"))
+    _say(err, f": {problem.what}", f"{problem.severity}: ", colour, problem.where)
     if problem.expected:
-        err.print(f"    expected {problem.expected}")
+        _say(err, f"    expected {problem.expected}")
     if problem.hint:
-        err.print(f"    hint: {problem.hint}")
+        _say(err, f"    hint: {problem.hint}")
 
 
 def size_text(size: float) -> str:
     """Bytes for people: 1.5 GiB."""
-    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
-        if size < 1024 or unit == "TiB":
-            return f"{size:,.0f} {unit}" if unit == "B" else f"{size:,.1f} {unit}"
+    if size < 1024:
+        return f"{size:,.0f} B"
+    for unit in ("KiB", "MiB", "GiB"):
         size /= 1024
-    raise ValueError(size)
+        if round(size, 1) < 1024:
+            return f"{size:,.1f} {unit}"
+    return f"{size / 1024:,.1f} TiB"
 
 
 # --- progress -----------------------------------------------------------------------------------------------------
@@ -86,7 +130,8 @@ class ProgressReporter:
         self.warnings: list[Problem] = []
         self._show = show
         self._lock = threading.Lock()
-        self._bar = _bar() if show and err.is_terminal else None
+        # Not rich's `is_terminal`: FORCE_COLOR asks for colours, and a moving bar would fill a log.
+        self._bar = _bar() if show and err.file.isatty() and not err.is_dumb_terminal else None
         self._name, self._total, self._began, self._spoke = "", 0, 0.0, 0.0
         self._images = self._pixels = self._size = self._failed = 0
 
@@ -126,11 +171,11 @@ class ProgressReporter:
                 self._bar.update(self._task, advance=images, note=self._note(now))
             elif self._show and now - self._spoke >= _EVERY:
                 self._spoke = now
-                err.print(self._line(now))
+                _say(err, self._line(now))
 
     def _close_phase(self) -> None:
         if self._name and self._bar is None and self._show and self._images:
-            err.print(self._line(time.monotonic()))
+            _say(err, self._line(time.monotonic()))
         self._name = ""
 
     def _note(self, now: float) -> str:
@@ -143,21 +188,14 @@ class ProgressReporter:
         left = ""
         if 0 < self._images < self._total:
             seconds = (self._total - self._images) * (now - self._began) / self._images
-            left = f", about {int(seconds // 60)}:{int(seconds % 60):02d} left"
+            left = f", about {timedelta(seconds=int(seconds))} left"
         share = 100 * self._images // max(1, self._total)
         return f"{self._name}: {self._images:,} of {self._total:,} ({share} %), {self._note(now)}{left}"
 
 
 def _bar() -> Progress:
-    return Progress(
-        SpinnerColumn(),
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("{task.fields[note]}"),
-        TimeRemainingColumn(),
-        console=err,
-    )
+    name, note = TextColumn("{task.description}", markup=False), TextColumn("{task.fields[note]}", markup=False)
+    return Progress(SpinnerColumn(), name, BarColumn(), MofNCompleteColumn(), note, TimeRemainingColumn(), console=err)
 
 
 # --- results ------------------------------------------------------------------------------------------------------
@@ -165,78 +203,72 @@ def _bar() -> Progress:
 
 def print_diagnosis(diagnosis: Diagnosis) -> None:
     """The config as a table of what it means, then what is wrong with it."""
-    table = _table(f"{diagnosis.path}", "setting", "value", "published", "from")
-    for setting in diagnosis.settings:
-        value, published = json.dumps(setting.value), json.dumps(setting.published)
-        style = "" if value == published else "yellow"
-        table.add_row(setting.key, Text(value, style), published, setting.source)
     if diagnosis.settings:
-        out.print(table)
+        rows = [(s.key, json.dumps(s.value), json.dumps(s.published), s.source) for s in diagnosis.settings]
+        changed = [number for number, (_, value, published, _) in enumerate(rows) if value != published]
+        _print_table(("setting", "value", "published", "from"), rows, str(diagnosis.path), changed)
     for problem in diagnosis.problems:
         print_problem(problem)
 
 
 def print_summary(summary: PlanSummary | RunSummary, dtype: str) -> None:
     """What a run came to, or what it would come to."""
-    if isinstance(summary, PlanSummary):
-        print_plan(summary, dtype)
-    else:
-        print_run(summary)
+    print_plan(summary, dtype) if isinstance(summary, PlanSummary) else print_run(summary)
 
 
 def print_run(summary: RunSummary) -> None:
     """What a run came to."""
     if summary.skipped < 0:
-        out.print("This run was finished before; nothing to do.")
+        _say(out, "This run was finished before; nothing to do.")
     elif summary.skipped:
-        out.print(f"Resumed: {summary.skipped:,} shards were committed before.")
-    print_failures(summary.failures, summary.failed)
-    out.print(
-        f"{summary.ok:,} of {summary.rows:,} items ok, {summary.failed:,} failed; {summary.images:,} images stored, "
-        f"{summary.patches:,} patches, {summary.tokens:,} tokens"
-    )
-    out.print(f"{summary.shards:,} shards, {size_text(summary.size)}, in {summary.output}")
+        was = "was" if summary.skipped == 1 else "were"
+        _say(out, f"Resumed: {counted(summary.skipped, 'shard')} {was} committed before.")
+    print_failures(summary.failures, summary.failed, ", all in the index")
+    items = f"{summary.ok:,} of {counted(summary.rows, 'item')} ok, {summary.failed:,} failed"
+    images = f"{counted(summary.images, 'image')} stored, {summary.patches:,} patches"
+    _say(out, f"{items}; {images}, {counted(summary.tokens, 'token')}")
+    _say(out, f"{counted(summary.shards, 'shard')}, {size_text(summary.size)}, in {summary.output}")
 
 
 def print_plan(summary: PlanSummary, dtype: str) -> None:
     """What a run would make."""
     print_failures(summary.failures, summary.failed)
-    out.print(
-        f"{summary.rows:,} items: {summary.images:,} images to store ({summary.pixels / 1e6:,.1f} megapixels), "
-        f"{summary.failed:,} cannot be read"
-    )
-    out.print(f"{summary.patches:,} patches, {summary.tokens:,} tokens")
-    table = _table("size of pixel_values", "dtype", "bytes", "")
-    for name, size in summary.bytes_by_dtype.items():
-        table.add_row(f"{name} (chosen)" if name == dtype else name, f"{size:,}", size_text(size))
-    out.print(table)
-    shards = ", ".join(f"{count:,} {group}" for group, count in summary.shards.items()) or "none"
-    out.print(f"shards: {shards}")
+    unreadable = f", {summary.failed:,} cannot be read" if summary.failed else ""
+    images = f"{counted(summary.images, 'image')} to store ({summary.pixels / 1e6:,.1f} megapixels)"
+    _say(out, f"{counted(summary.rows, 'item')}: {images}{unreadable}")
+    _say(out, f"{summary.patches:,} patches, {counted(summary.tokens, 'token')}")
+    sizes = summary.bytes_by_dtype.items()
+    rows = [(f"{name}{' (chosen)' * (name == dtype)}", f"{size:,}", size_text(size)) for name, size in sizes]
+    _print_table(("dtype", "bytes", ""), rows, "size of pixel_values")
+    _say(out, "shards: " + (", ".join(f"{count:,} {group}" for group, count in summary.shards.items()) or "none"))
     print_histogram(summary.histogram)
 
 
 def print_histogram(bins: Iterable[tuple[int, int]]) -> None:
     """Tokens per image, a line per power of two."""
     bins = list(bins)
-    most = max((count for _, count in bins), default=0)
-    if not most:
+    if not (most := max((count for _, count in bins), default=0)):
         return
-    out.print("tokens per image")
+    _say(out, "", bold="tokens per image")
     low = 0
     for high, count in bins:
         length = max(1, round(40 * count / most)) if count else 0
-        out.print(f"  {low + 1:>6,} to {high:>6,}  {'█' * length}{' ' if length else ''}{count:,}")
+        _say(out, f"  {low + 1:>6,} to {high:>6,}  {'█' * length}{' ' if length else ''}{count:,}")
         low = high
 
 
-def print_failures(failures: Iterable[tuple[int, str, str, str]], total: int) -> None:
-    """The first failed items, on stderr."""
+def print_failures(failures: Iterable[tuple[int, str, str, str]], total: int, where: str = "") -> None:
+    """The first failed items, on stderr; `where` says where the others are found."""
     shown = 0
     for line, name, code, message in failures:
-        err.print(Text.assemble(("failed: ", "bold red"), f"line {line}, {name}: {code}: {message}"))
+        _say(err, _failure(line, name, code, message), "failed: ")
         shown += 1
     if total > shown:
-        err.print(f"… and {total - shown:,} more failed items, all in the index")
+        _say(err, f"… and {counted(total - shown, 'more failed item')}{where}")
+
+
+def _failure(line: int, name: str, code: str, message: str) -> str:
+    return f"line {line:,}, {harmless(name, _LINE)}: {code}: {harmless(message, 2 * _LINE)}"
 
 
 def print_inspection(found: dict[str, Any]) -> None:
@@ -245,55 +277,74 @@ def print_inspection(found: dict[str, Any]) -> None:
 
 
 def _print_shard(found: dict[str, Any]) -> None:
-    table = _table(f"{found['path']} ({size_text(found['size'])})", "tensor", "dtype", "shape", "bytes")
-    for name, tensor in found["tensors"].items():
-        table.add_row(name, tensor["dtype"], str(tensor["shape"]), f"{tensor['bytes']:,}")
-    out.print(table)
+    _say(out, f": a shard of {size_text(found['size'])}", bold=found["path"])
+    tensors = found["tensors"].items()
+    rows = [(name, tensor["dtype"], str(tensor["shape"]), f"{tensor['bytes']:,}") for name, tensor in tensors]
+    _print_table(("tensor", "dtype", "shape", "bytes"), rows)
     for key, value in found["metadata"].items():
-        out.print(f"{key}: {value}")
+        _say(out, f"{key}: {harmless(str(value), _LINE)}")
     if found["value_range"]:
         low, high = found["value_range"]
-        out.print(f"values from {low:.9g} to {high:.9g}")
-    rows = _table("first stored images", "row", "grid_thw", "patch_start", "ids")
+        _say(out, f"values from {low:.9g} to {high:.9g}")
+    if found["not_finite"]:
+        _say(out, f"{counted(found['not_finite'], 'value')} NaN or infinite")
+    if not found["rows"]:
+        _say(out, "no image is stored in it")
+        return
+    rows = []
     for row in found["rows"]:
-        ids = ", ".join(row["ids"][:3]) + (f" and {len(row['ids']) - 3} more" if len(row["ids"]) > 3 else "")
-        rows.add_row(str(row["row"]), str(row["grid_thw"]), f"{row['patch_start']:,}", ids)
-    out.print(rows)
+        ids = ", ".join(harmless(name, _CELL) for name in row["ids"][:3])
+        more = f" and {len(row['ids']) - 3:,} more" if len(row["ids"]) > 3 else ""
+        rows.append((str(row["row"]), str(row["grid_thw"]), f"{row['patch_start']:,}", ids + more))
+    _print_table(("row", "grid_thw", "patch_start", "ids"), rows, "first stored images")
 
 
 def _print_index(found: dict[str, Any]) -> None:
-    out.print(f"{found['path']}: an index of {found['rows']:,} rows, {len(found['columns'])} columns")
+    size = f"{counted(found['rows'], 'row')}, {counted(len(found['columns']), 'column')}"
+    _say(out, f": an index of {size}", bold=found["path"])
     _print_totals(found)
-    rows = _table("first rows", "item", "id", "status", "shard", "row", "patches", "tokens", "size", "mode")
+    shown = ("item", "id", "status", "shard", "row", "patch_count", "num_tokens")
+    rows = []
     for row in found["first"]:
-        cells = ("item", "id", "status", "shard", "row", "patch_count", "num_tokens")
-        size = f"{row['width']} x {row['height']}" if row["width"] else "-"
-        rows.add_row(*("-" if row[c] is None else str(row[c]) for c in cells), size, row["mode"] or "-")
-    out.print(rows)
+        cells = ("-" if row[name] is None else harmless(str(row[name]), _CELL) for name in shown)
+        rows.append((*cells, f"{row['width']} x {row['height']}" if row["width"] else "-", row["mode"] or "-"))
+    columns = ("item", "id", "status", "shard", "row", "patches", "tokens", "size", "mode")
+    _print_table(columns, rows, "first rows")
 
 
 def _print_output(found: dict[str, Any]) -> None:
     state = "finished" if found["finished"] else "not finished: run the same encode command to continue"
-    out.print(f"{found['path']}: {state}")
-    out.print(f"{len(found['shards']):,} shards, {size_text(found['size'])}, dtype {found['dtype']}")
+    _say(out, f": {state}", bold=found["path"])
+    shards, so_far = counted(len(found["shards"]), "shard"), ""
+    if planned := found["planned"]:
+        shards = f"{len(found['shards']):,} of {counted(planned['shards'], 'shard')}"
+        so_far = f"; so far {found['rows']:,} of {counted(planned['rows'], 'item')}"
+    _say(out, f"{shards}, {size_text(found['size'])}, dtype {found['dtype']}{so_far}")
     _print_totals(found)
 
 
 def _print_totals(found: dict[str, Any]) -> None:
-    table = _table(f"{found['rows']:,} items, {found['num_tokens']:,} tokens", "by", "items")
-    for name in ("status", "group", "mode", "format", "error_code"):
-        counts = ", ".join(f"{key} {count:,}" for key, count in found[f"by_{name}"].items())
-        if counts:
-            table.add_row(name.replace("_", " "), counts)
-    out.print(table)
+    names = [name for name in ("status", "group", "mode", "format", "error_code") if found[f"by_{name}"]]
+    counts = [", ".join(f"{key}: {count:,}" for key, count in found[f"by_{name}"].items()) for name in names]
+    rows = [(name.replace("_", " "), count) for name, count in zip(names, counts, strict=True)]
+    title = f"{counted(found['rows'], 'item')}, {counted(found['num_tokens'], 'token')}"
+    _print_table(("by", "items"), rows, title)
     for row in found["failures"]:
-        out.print(f"failed: line {row['line']}, {row['id']}: {row['error_code']}: {row['error_message']}")
+        _say(out, _failure(row["line"], row["id"], row["error_code"], row["error_message"]), "failed: ")
     if found["failures_not_shown"]:
-        out.print(f"… and {found['failures_not_shown']:,} more failed items")
+        _say(out, f"… and {counted(found['failures_not_shown'], 'more failed item')}")
 
 
-def _table(title: str, *columns: str) -> Table:
-    table = Table(title=Text(title), title_justify="left", title_style="bold", box=None, pad_edge=False)
-    for column in columns:
-        table.add_column(column, overflow="fold")
-    return table
+def _print_table(
+    columns: Sequence[str], rows: Sequence[Sequence[str]], title: str = "", marked: Collection[int] = ()
+) -> None:
+    """Aligned columns; `marked` rows in yellow. Lines are never cut or folded: they may go through a pipe to grep."""
+    if title:
+        _say(out, "", bold=title)
+    if not rows:
+        return
+    table = [[_fitting(out, cell) for cell in row] for row in (columns, *rows)]
+    widths = [max(map(cell_len, column)) for column in zip(*table, strict=True)]
+    for number, row in enumerate(table, -1):
+        line = "  ".join(set_cell_size(cell, width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        out.print(Text(line, "bold" if number < 0 else "yellow" if number in marked else ""))

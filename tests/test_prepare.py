@@ -1,0 +1,363 @@
+"""prepare.py: whole runs through the library's front door, and the promises about bytes."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+import reference
+import safetensors.numpy
+import safetensors.torch
+import torch
+import xxhash
+from conftest import GOLDEN, golden_cases, picture, write_manifest
+
+from kimik3_prep import work
+from kimik3_prep.errors import InputError, ItemError, PlanMismatch, Problem, TooManyFailures
+from kimik3_prep.pixels_cpu import TORCH_DTYPES, level_table
+from kimik3_prep.prepare import Settings, default_output, dry_run, prepare
+
+CASES = golden_cases("images")
+
+
+class Silent:
+    """A reporter that only remembers."""
+
+    def __init__(self) -> None:
+        self.warnings: list[Problem] = []
+        self.phases: list[tuple[str, int]] = []
+        self.done = self.failed = 0
+        self._lock = threading.Lock()
+
+    def warn(self, problem: Problem) -> None:
+        self.warnings.append(problem)
+
+    def phase(self, name: str, total: int) -> None:
+        self.phases.append((name, total))
+
+    def advance(self, images: int, pixels: int, size: int, failed: int) -> None:
+        with self._lock:
+            self.done += images
+            self.failed += failed
+
+
+def encode(manifest: Path, output: Path, **more: Any) -> Any:
+    settings = Settings(manifest=str(manifest), output=output, config="kimi-k3", **more)
+    return prepare(settings, Silent())
+
+
+def tree(root: Path, *, but: tuple[str, ...] = ()) -> dict[str, str]:
+    """The digest of every file below a folder."""
+    files = sorted(path for path in root.rglob("*") if path.is_file() and path.name not in but)
+    return {str(path.relative_to(root)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+
+
+@pytest.fixture
+def mixed(tmp_path: Path) -> Path:
+    """Forty pictures of several modes and sizes, two of them repeats, three that fail."""
+    folder = tmp_path / "set"
+    folder.mkdir()
+    rows: list[dict[str, Any]] = []
+    for number, mode in enumerate(["RGB", "RGBA", "L", "P", "CMYK", "1", "LA"] * 5):
+        kind = {"CMYK": "tif", "LA": "png"}.get(mode, "png")
+        name = f"{number:02d}.{kind}"
+        picture(20 + 13 * number, 200 - 4 * number, mode, number).save(folder / name)
+        rows.append({"id": f"item-{number}", "image": name, "caption": f"no {number}"})
+    (folder / "cut.png").write_bytes((folder / "07.png").read_bytes()[:-900])
+    (folder / "late.jpg").write_bytes((GOLDEN / "images" / "jpeg_trunc.jpg").read_bytes())
+    rows.insert(3, {"id": "gone", "image": "gone.png"})
+    rows.insert(9, {"id": "late", "image": "late.jpg"})
+    rows.insert(20, {"id": "cut", "image": "cut.png"})
+    rows.append({"id": "again", "image": "./05.png", "note": ["x"]})
+    rows.append({"id": "once-more", "image": "05.png"})
+    return write_manifest(folder / "manifest.jsonl", rows)
+
+
+def test_golden_set_end_to_end_in_every_dtype(golden: Path, tmp_path: Path) -> None:
+    rows = [{"id": case["id"], "image": case["file"]} for case in CASES]
+    manifest = write_manifest(golden / "m.jsonl", rows)
+    expected = {case["id"]: case for case in CASES}
+    table = level_table(work_config())[0]
+    for dtype in TORCH_DTYPES:
+        out = tmp_path / dtype
+        summary = encode(manifest, out, dtype=dtype, workers=2, shard_size=150_000_000)
+        assert summary.failed == sum(case["expect"] == "error" for case in CASES)
+        index = pq.read_table(out / "index.parquet").to_pylist()
+        assert [row["id"] for row in index] == [case["id"] for case in CASES]
+        shards = {
+            name: safetensors.torch.load_file(out / "shards" / f"{name}.safetensors")
+            for name in {row["shard"] for row in index if row["shard"]}
+        }
+        for row in index:
+            case = expected[row["id"]]
+            assert row["status"] == {"ok": "ok", "error": "failed"}[case["expect"]]
+            if row["status"] == "failed":
+                assert row["error_code"]
+                assert row["error_message"]
+                assert row["shard"] is row["row"] is row["patch_start"] is row["num_tokens"] is None
+                continue
+            tensors = shards[row["shard"]]
+            assert tensors["grid_thws"][row["row"]].tolist() == case["grid_thw"]
+            assert [row["grid_t"], row["grid_h"], row["grid_w"]] == case["grid_thw"]
+            stored = tensors["pixel_values"][row["patch_start"] : row["patch_start"] + row["patch_count"]]
+            raw = stored.contiguous().view(torch.uint8).numpy().tobytes()
+            assert row["checksum"] == xxhash.xxh3_128_hexdigest(raw)
+            if dtype == "float32":
+                assert hashlib.sha256(raw).hexdigest() == case["sha256"]
+            elif dtype == "uint8":
+                assert hashlib.sha256(table[stored.int()].numpy().tobytes()).hexdigest() == case["sha256"]
+            else:
+                # The run's float32 shards hold the golden bytes; a narrower dtype holds those, rounded once.
+                assert torch.equal(stored, float32_of(tmp_path, row).to(stored.dtype))
+
+
+def float32_of(tmp_path: Path, row: dict[str, Any]) -> torch.Tensor:
+    index = pq.read_table(tmp_path / "float32" / "index.parquet").to_pylist()[row["item"]]
+    with safetensors.safe_open(tmp_path / "float32" / "shards" / f"{index['shard']}.safetensors", "pt") as file:
+        part: torch.Tensor = file.get_slice("pixel_values")[
+            index["patch_start"] : index["patch_start"] + index["patch_count"]
+        ]
+        return part
+
+
+def work_config() -> Any:
+    from kimik3_prep.config import load_config, published_path
+
+    return load_config(published_path())[0]
+
+
+def test_workers_and_folders_change_no_byte(mixed: Path, tmp_path: Path) -> None:
+    trees = []
+    for number, workers in enumerate([1, 8, 3]):
+        moved = tmp_path / f"elsewhere-{number}"
+        shutil.copytree(mixed.parent, moved, copy_function=shutil.copy2)
+        encode(moved / "manifest.jsonl", tmp_path / f"out-{number}", workers=workers, shard_size=2_000_000)
+        trees.append(tree(tmp_path / f"out-{number}"))
+    assert trees[0] == trees[1] == trees[2]
+    assert sum(name.endswith(".safetensors") for name in trees[0]) > 3
+
+
+def test_every_row_has_one_index_row_and_repeats_share_a_span(mixed: Path, tmp_path: Path) -> None:
+    summary = encode(mixed, tmp_path / "out", workers=2, shard_size=3_000_000)
+    assert (summary.rows, summary.ok, summary.failed, summary.images) == (40, 37, 3, 35)
+    index = pq.read_table(tmp_path / "out" / "index.parquet").to_pylist()
+    assert [row["item"] for row in index] == list(range(40))
+    codes = {row["id"]: row["error_code"] for row in index if row["status"] == "failed"}
+    assert codes == {"gone": "not_found", "late": "truncated", "cut": "truncated"}
+    same = [row for row in index if row["id"] in ("item-5", "again", "once-more")]
+    assert len({(row["shard"], row["row"], row["patch_start"], row["checksum"]) for row in same}) == 1
+    assert [row["extra"] for row in same] == ['{"caption":"no 5"}', '{"note":["x"]}', None]
+    total = 0
+    for path in sorted((tmp_path / "out" / "shards").glob("*.safetensors")):
+        tensors = safetensors.numpy.load_file(path)
+        assert tensors["grid_thws"].prod(axis=1).sum() == len(tensors["pixel_values"])
+        total += len(tensors["grid_thws"])
+    assert total == 35
+
+
+def test_dedupe_off_stores_every_row(mixed: Path, tmp_path: Path) -> None:
+    assert encode(mixed, tmp_path / "out", dedupe=False).images == 37
+
+
+def test_features_are_the_references(mixed: Path, tmp_path: Path) -> None:
+    from PIL import Image
+
+    encode(mixed, tmp_path / "out", workers=2, shard_size=3_000_000)
+    for row in pq.read_table(tmp_path / "out" / "index.parquet").to_pylist():
+        if row["status"] == "failed":
+            continue
+        image = Image.open(mixed.parent / row["image"])
+        tensors = safetensors.numpy.load_file(tmp_path / "out" / "shards" / f"{row['shard']}.safetensors")
+        stored = tensors["pixel_values"][row["patch_start"] : row["patch_start"] + row["patch_count"]]
+        assert np.array_equal(stored, reference.features(image, reference.PUBLISHED)), row["id"]
+
+
+def test_a_second_identical_run_does_nothing(mixed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = encode(mixed, tmp_path / "out")
+    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "out").rglob("*")}
+    monkeypatch.setattr(work, "materialize_shard", None)
+    second = encode(mixed, tmp_path / "out")
+    assert before == {path: path.stat().st_mtime_ns for path in (tmp_path / "out").rglob("*")}
+    assert (second.rows, second.ok, second.failed, second.skipped) == (first.rows, first.ok, first.failed, -1)
+
+
+def test_a_run_goes_on_from_what_is_committed(mixed: Path, tmp_path: Path) -> None:
+    encode(mixed, tmp_path / "whole", shard_size=2_000_000)
+    encode(mixed, tmp_path / "out", shard_size=2_000_000)
+    out = tmp_path / "out"
+    (out / "index.parquet").unlink()
+    (out / "shards" / "cpu-00001.parquet").unlink()  # a shard without its index: killed between the two
+    (out / "shards" / "cpu-00002.parquet").unlink()
+    (out / "shards" / "cpu-00002.safetensors").rename(out / "shards" / "cpu-00002.safetensors.tmp")
+    kept = (out / "shards" / "cpu-00000.safetensors").stat().st_mtime_ns
+    summary = encode(mixed, out, shard_size=2_000_000, workers=2)
+    assert summary.skipped == summary.shards - 2
+    assert (out / "shards" / "cpu-00000.safetensors").stat().st_mtime_ns == kept
+    assert tree(out) == tree(tmp_path / "whole")
+
+
+def test_a_resume_does_not_probe_again(mixed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    encode(mixed, tmp_path / "out")
+    (tmp_path / "out" / "index.parquet").unlink()
+    monkeypatch.setattr("kimik3_prep.prepare.probe", None)
+    encode(mixed, tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        ({"dtype": "uint8"}, "dtype"),
+        ({"shard_size": 1_000_000}, "shard_size"),
+        ({"dedupe": False}, "dedupe"),
+        ({"limit": 3}, "limit"),
+        ({"max_pixels": 1000}, "max_pixels"),
+    ],
+)
+def test_other_settings_are_refused_by_name(mixed: Path, tmp_path: Path, change: dict[str, Any], field: str) -> None:
+    encode(mixed, tmp_path / "out")
+    before = tree(tmp_path / "out")
+    with pytest.raises(PlanMismatch) as caught:
+        encode(mixed, tmp_path / "out", **change)
+    assert any(problem.where.endswith(field) for problem in caught.value.problems)
+    assert caught.value.exit_code == 2
+    assert tree(tmp_path / "out") == before
+    encode(mixed, tmp_path / "out", overwrite=True, **change)
+
+
+def test_another_manifest_is_refused(mixed: Path, tmp_path: Path) -> None:
+    encode(mixed, tmp_path / "out")
+    mixed.write_text(mixed.read_text() + '{"id": "new", "image": "01.png"}\n')
+    with pytest.raises(PlanMismatch, match="manifest"):
+        encode(mixed, tmp_path / "out")
+
+
+def test_a_file_that_changes_after_planning_fails_alone(mixed: Path, tmp_path: Path) -> None:
+    encode(mixed, tmp_path / "out", shard_size=2_000_000)
+    (tmp_path / "out" / "index.parquet").unlink()
+    (tmp_path / "out" / "shards" / "cpu-00000.parquet").unlink()
+    os.utime(mixed.parent / "00.png")
+    encode(mixed, tmp_path / "out", shard_size=2_000_000)
+    index = pq.read_table(tmp_path / "out" / "index.parquet").to_pylist()
+    assert index[0]["error_code"] == "source_changed"
+    assert index[1]["status"] == "ok"
+
+
+def test_promises_of_the_manifest_are_kept(tmp_path: Path) -> None:
+    picture(50, 40).save(tmp_path / "a.png")
+    right = "sha256:" + hashlib.sha256((tmp_path / "a.png").read_bytes()).hexdigest()
+    rows = [
+        {"id": "right", "image": "a.png", "content_hash": right, "width": 50, "height": 40},
+        {"id": "hash", "image": "a.png", "content_hash": "sha256:" + "0" * 64},
+        {"id": "size", "image": "a.png", "width": 40, "height": 50},
+        {"id": "close", "image": "a.png", "width": 51, "height": 40},  # the same grid, but not the same image
+    ]
+    encode(write_manifest(tmp_path / "m.jsonl", rows), tmp_path / "out")
+    index = pq.read_table(tmp_path / "out" / "index.parquet").to_pylist()
+    assert [row["error_code"] for row in index] == [
+        None,
+        "content_hash_mismatch",
+        "size_mismatch",
+        "size_mismatch",
+    ]
+    assert index[0]["content_hash"] == right
+
+
+def test_on_error_fail_stops_and_keeps_what_is_committed(mixed: Path, tmp_path: Path) -> None:
+    with pytest.raises(TooManyFailures, match="--on-error fail") as caught:
+        encode(mixed, tmp_path / "out", on_error="fail")
+    assert caught.value.exit_code == 3
+    assert not (tmp_path / "out" / "index.parquet").exists()
+    encode(mixed, tmp_path / "out")
+    encode(mixed, tmp_path / "whole")
+    assert tree(tmp_path / "out") == tree(tmp_path / "whole")
+
+
+def test_max_failures(mixed: Path, tmp_path: Path) -> None:
+    with pytest.raises(TooManyFailures, match="--max-failures 2"):
+        encode(mixed, tmp_path / "out", max_failures=2)
+    assert encode(mixed, tmp_path / "out", max_failures=3).failed == 3
+
+
+def test_a_stop_leaves_no_temporary_file(mixed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+
+    def fail(*args: Any, **more: Any) -> Any:
+        seen.append(1)
+        if len(seen) > 20:
+            raise KeyboardInterrupt
+        raise ItemError("corrupt", "no")
+
+    monkeypatch.setattr(work, "decode", fail)
+    with pytest.raises(KeyboardInterrupt):
+        encode(mixed, tmp_path / "out", workers=2, shard_size=2_000_000)
+    assert not list((tmp_path / "out").rglob("*.tmp"))
+
+
+def test_problems_of_config_and_manifest_come_together(tmp_path: Path) -> None:
+    (tmp_path / "preprocessor_config.json").write_text('{"media_proc_cfg": {"patch_size": "14"}}')
+    manifest = write_manifest(tmp_path / "m.jsonl", [{"image": "a.png", "backend": "cuda"}, {"video": "x.mp4"}])
+    with pytest.raises(InputError) as caught:
+        prepare(Settings(manifest=str(manifest), output=tmp_path / "out"), Silent())
+    text = str(caught.value)
+    for word in ("missing deferred-preprocessing config", "patch_size", "m.jsonl:1", 'was "gpu" meant', "m.jsonl:2"):
+        assert word in text
+    assert not (tmp_path / "out").exists()
+
+
+def test_no_config_is_said_with_the_places_looked_at(tmp_path: Path) -> None:
+    manifest = write_manifest(tmp_path / "m.jsonl", [{"image": "a.png"}])
+    with pytest.raises(InputError, match="needs an image processor") as caught:
+        prepare(Settings(manifest=str(manifest), output=tmp_path / "out"), Silent())
+    assert str(tmp_path / "preprocessor_config.json") in str(caught.value)
+
+
+def test_unknown_url_schemes_are_said_before_any_work(tmp_path: Path) -> None:
+    manifest = write_manifest(tmp_path / "m.jsonl", [{"image": "nope://a.png"}, {"image": "nope://b.png"}])
+    with pytest.raises(InputError, match="nope://") as caught:
+        encode(manifest, tmp_path / "out")
+    assert caught.value.total == 1
+
+
+def test_a_dry_run_tells_and_writes_nothing(mixed: Path, tmp_path: Path) -> None:
+    before = tree(tmp_path)
+    summary = dry_run(Settings(manifest=str(mixed), output=tmp_path / "out", config="kimi-k3"), Silent())
+    assert tree(tmp_path) == before
+    full = encode(mixed, tmp_path / "out", dedupe=True)
+    assert (summary.rows, summary.failed, summary.shards) == (40, 1, {"cpu": 1})
+    assert summary.images == full.images + 2  # two that only fail when they are decoded
+    assert summary.bytes_by_dtype["float32"] == 4 * summary.bytes_by_dtype["uint8"] == summary.patches * 588 * 4
+    assert sum(count for _, count in summary.histogram) == summary.images
+
+
+def test_a_warning_when_a_dtype_merges_levels(mixed: Path, tmp_path: Path) -> None:
+    values = '"image_mean": [-1, -1, -1], "image_std": [1, 1, 1], "fixed_output_tokens": null'
+    config = tmp_path / "config.json"
+    sizes = '"patch_size": 14, "merge_kernel_size": 2, "in_patch_limit": 65536, "patch_limit_on_one_side": 512'
+    config.write_text(f"{{{sizes}, {values}}}")
+    reporter = Silent()
+    settings = Settings(str(mixed), tmp_path / "out", str(config), dtype="bfloat16", limit=2)
+    prepare(settings, reporter)
+    assert any("merges" in str(problem) for problem in reporter.warnings)
+
+
+@pytest.mark.parametrize(
+    ("manifest", "name"),
+    [("a/b/train.jsonl", "train-features"), ("x.jsonl.gz", "x-features"), ("-", "manifest-features")],
+)
+def test_default_output(manifest: str, name: str) -> None:
+    assert default_output(manifest) == Path(name)
+
+
+def test_progress_counts_every_image(mixed: Path, tmp_path: Path) -> None:
+    reporter = Silent()
+    prepare(Settings(str(mixed), tmp_path / "out", "kimi-k3", workers=4), reporter)
+    assert reporter.phases == [("headers", 38), ("images", 37)]
+    assert reporter.done == 38 + 37
+    assert reporter.failed == 3
