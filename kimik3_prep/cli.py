@@ -108,7 +108,13 @@ def encode(
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="Output folder. Default: <manifest>-features.")
     ] = None,
-    backend: Annotated[Literal["auto", "cpu", "gpu"], typer.Option(help="For rows that do not choose one.")] = "auto",
+    backend: Annotated[
+        Literal["auto", "cpu", "gpu"], typer.Option(help="For rows that choose none; auto is gpu where CUDA is.")
+    ] = "auto",
+    device: Annotated[
+        str | None, typer.Option(help="For gpu rows: cuda (all devices), cuda:1, mps, or cpu to run its kernels there.")
+    ] = None,
+    batch_bytes: Annotated[str, typer.Option(help="Most bytes of decoded pixels in one device batch.")] = "256MiB",
     dtype: Annotated[
         Literal["float32", "bfloat16", "float16", "uint8"],
         typer.Option(help="Storage type of pixel_values; uint8 keeps the levels before normalisation."),
@@ -130,19 +136,21 @@ def encode(
     format: Format = "text",
 ) -> None:
     """Encode a manifest of images into shards of pixel features."""
+    from kimik3_prep import check, terminal
     from kimik3_prep import prepare as run
-    from kimik3_prep import terminal
     from kimik3_prep.plan import parse_size
 
     with _exit_codes(format), terminal.ProgressReporter(progress) as reporter:
-        settings = run.Settings(
+        settings = check.Settings(
             manifest=manifest,
-            output=output or run.default_output(manifest),
+            output=output or check.default_output(manifest),
             config=config,
             backend=backend,
             dtype=dtype,
-            shard_size=parse_size(shard_size),
-            workers=workers or run.default_workers(),
+            device=device,
+            batch_bytes=parse_size(batch_bytes, "--batch-bytes"),
+            shard_size=parse_size(shard_size, "--shard-size"),
+            workers=workers or check.default_workers(),
             dedupe=dedupe == "path",
             limit=limit,
             max_pixels=max_pixels,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import stat
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
@@ -80,6 +80,9 @@ class PreprocessorConfig:
         return cls(**{**values, **changed})
 
 
+Source = Literal["file", "default", "missing"]
+
+
 @dataclass(frozen=True, slots=True)
 class Setting:
     """One key as it is read. source: file, default (absent, read as `value`) or missing (required and absent)."""
@@ -87,7 +90,7 @@ class Setting:
     key: str
     value: Any
     published: Any
-    source: Literal["file", "default", "missing"]
+    source: Source
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,11 +205,28 @@ def diagnose(path: Path) -> Diagnosis:
         return Diagnosis(path, None, error.problems, ())
     checker = rules.Checker(str(path), published_values())
     values = checker.check(document)
-    settings = tuple(Setting(*setting) for setting in checker.settings)
-    config = None
-    if values is not None and not any(problem.severity == "error" for problem in checker.problems):
-        config = PreprocessorConfig.from_dict(values)
-    return Diagnosis(path, config, tuple(checker.problems), settings)
+    cfg = rules.inner(document)
+    if values is None or cfg is None:
+        return Diagnosis(path, None, tuple(checker.problems), ())
+    wrong = any(problem.severity == "error" for problem in checker.problems)
+    config = None if wrong else PreprocessorConfig.from_dict(values)
+    return Diagnosis(path, config, tuple(checker.problems), tuple(_settings(cfg, values)))
+
+
+def _settings(cfg: Mapping[str, Any], values: Mapping[str, Any]) -> Iterator[Setting]:
+    """Every key the checkpoint's processor reads, as it is read; one with a wrong value as it stands in the file."""
+    published, background = published_values(), "transparent_bg_config"
+    read = {**dict.fromkeys(rules.RESTORED), "transparent_bg_fill_stage": values["fill_stage"], **cfg}
+    if values["merge_size"] is not None:
+        read["merge_kernel_size"] = values["merge_size"]
+    for key in rules.RESTORED:
+        if key == background and isinstance(read[key], dict):
+            for name, default in rules.BACKGROUND_DEFAULTS.items():
+                source: Source = "file" if name in cfg[key] else "default"
+                yield Setting(f"{key}.{name}", cfg[key].get(name, default), published[key][name], source)
+        else:
+            absent: Source = "missing" if key in rules.REQUIRED else "default"
+            yield Setting(key, read[key], published[key], "file" if key in cfg else absent)
 
 
 def _read(path: Path) -> bytes:
@@ -216,8 +236,8 @@ def _read(path: Path) -> bytes:
         return InputError([Problem(str(path), what, f"a {FILE_NAME}")])
 
     try:
-        descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))  # a named pipe must not hang us
-        with os.fdopen(descriptor, "rb") as file:
+        # O_NONBLOCK: a named pipe must not hang us.
+        with open(path, "rb", opener=lambda name, flags: os.open(name, flags | getattr(os, "O_NONBLOCK", 0))) as file:
             status = os.fstat(file.fileno())
             if not stat.S_ISREG(status.st_mode):
                 raise refuse("not a regular file")
@@ -233,7 +253,7 @@ def _read(path: Path) -> bytes:
 
 
 def write_fixed_copy(diagnosis: Diagnosis, target: Path) -> tuple[str, ...]:
-    """Write a copy with the missing keys restored from the published config; returns their names.
+    """Write a copy that has the missing keys, from beside `media_proc_cfg` or as published; returns their names.
 
     No value that is there is changed, and no file is ever overwritten: what else is wrong stays wrong. Raises
     InputError, also for a file without an object to put keys in and for one of another model family.
@@ -248,13 +268,20 @@ def write_fixed_copy(diagnosis: Diagnosis, target: Path) -> tuple[str, ...]:
         raise InputError([Problem(where, "no Kimi-K3 config to mend", hint=f"start from --config {PUBLISHED}")])
     restored = [key for key in rules.RESTORED if key not in cfg]
     for key in restored:
-        cfg[key] = published_values()[key]
+        cfg[key] = document.get(key, published_values()[key])  # published beside another value would contradict it
     text = json.dumps(document, indent=2, ensure_ascii=False) + "\n"
     try:
         with open(target, "x", encoding="utf-8") as file:  # "x" refuses the input itself, and links to it
-            file.write(text)
+            try:
+                file.write(text)
+                file.flush()
+            except OSError:
+                target.unlink()  # a disk that is full: half a config is worse than none
+                raise
     except FileExistsError:
         raise InputError([Problem(str(target), "exists already", "a new file", "choose another name")]) from None
+    except FileNotFoundError:
+        raise InputError([Problem(str(target), "its folder does not exist", hint="make the folder first")]) from None
     except (OSError, ValueError) as error:
         raise InputError([Problem(str(target), f"cannot be written: {_reason(error)}")]) from error
     return tuple(restored)

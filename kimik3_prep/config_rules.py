@@ -1,19 +1,17 @@
 """The rules of `media_proc_cfg`, key by key. Used by `config.diagnose` only.
 
-Which keys are required is SGLang's rule for deferred preprocessing; what an absent optional key reads as is the
-checkpoint's own loader's.
+SGLang's deferred path says which keys are required, the checkpoint's loader what an absent optional key reads as.
 """
 
 from __future__ import annotations
 
 import difflib
 import json
-import math
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any
 
-from kimik3_prep import strict_json
 from kimik3_prep.errors import Problem
+from kimik3_prep.strict_json import as_integer, is_number, same, show
 
 REQUIRED = (
     "patch_size",
@@ -23,14 +21,13 @@ REQUIRED = (
     "image_mean",
     "image_std",
 )
-_OPTIONAL = ("fixed_output_tokens", "transparent_bg_config", "transparent_bg_fill_stage")
-
-#: Keys that a repaired copy gets when they are absent.
-RESTORED = (*REQUIRED, *_OPTIONAL)
+OPTIONAL = ("fixed_output_tokens", "transparent_bg_config", "transparent_bg_fill_stage")
+RESTORED = (*REQUIRED, *OPTIONAL)  # what a repaired copy has
 
 _STAGES = ("before_resize", "after_resize")
 _PATTERNS = ("white", "black", "gray", "chessboard")
-_BACKGROUND_DEFAULTS: dict[str, Any] = {
+#: What an absent key of `transparent_bg_config` reads as.
+BACKGROUND_DEFAULTS: dict[str, Any] = {
     "pattern": "black",
     "chessboard_square_size": 16,
     "chessboard_square_on_top_left": True,
@@ -42,36 +39,26 @@ _LARGEST_SIDE = 4096  # of a patch in pixels, of a merge in patches: their squar
 _LARGEST_FLOAT32 = 3.4028234663852886e38
 _READ_AS = {"fixed_output_tokens": None, "transparent_bg_config": None, "transparent_bg_fill_stage": "before_resize"}
 _CHESSBOARD = "chessboard_"
+_NAMED = "--config kimi-k3"
+_MOST_GUESSES = 500  # keys compared with the ones wanted: a hostile file could hold a hundred thousand
 
 #: Names other image processors use for what a Kimi-K3 key says.
 _SYNONYMS = {
-    "max_patches": "in_patch_limit",
-    "max_num_patches": "in_patch_limit",
-    "num_patches_limit": "in_patch_limit",
-    "patch_limit": "in_patch_limit",
-    "merge_size": "merge_kernel_size",
-    "spatial_merge_size": "merge_kernel_size",
-    "spatial_patch_size": "patch_size",
-    "patch_limit_one_side": "patch_limit_on_one_side",
-    "max_patches_per_side": "patch_limit_on_one_side",
-    "mean": "image_mean",
-    "pixel_mean": "image_mean",
-    "std": "image_std",
-    "pixel_std": "image_std",
-    "fill_stage": "transparent_bg_fill_stage",
-    "transparent_bg_stage": "transparent_bg_fill_stage",
-    "background": "transparent_bg_config",
-    "transparent_bg": "transparent_bg_config",
-    "fixed_tokens": "fixed_output_tokens",
-    "square_size": "chessboard_square_size",
-    "square_on_top_left": "chessboard_square_on_top_left",
-    "white_value": "chessboard_white_value",
-    "gray_value": "chessboard_gray_value",
-    "grey_value": "chessboard_gray_value",
-    "chessboard_grey_value": "chessboard_gray_value",
+    "patch_size": ("spatial_patch_size",),
+    "merge_kernel_size": ("merge_size", "spatial_merge_size"),
+    "in_patch_limit": ("max_patches", "max_num_patches", "num_patches_limit", "patch_limit"),
+    "patch_limit_on_one_side": ("patch_limit_one_side", "max_patches_per_side"),
+    "image_mean": ("mean", "pixel_mean"),
+    "image_std": ("std", "pixel_std"),
+    "fixed_output_tokens": ("fixed_tokens",),
+    "transparent_bg_config": ("background", "transparent_bg"),
+    "transparent_bg_fill_stage": ("fill_stage", "transparent_bg_stage"),
+    "chessboard_square_size": ("square_size",),
+    "chessboard_square_on_top_left": ("square_on_top_left",),
+    "chessboard_white_value": ("white_value",),
+    "chessboard_gray_value": ("gray_value", "grey_value", "chessboard_grey_value"),
 }
-
-Source = Literal["file", "default", "missing"]
+_MEANT_BY = {name: key for key, names in _SYNONYMS.items() for name in names}
 
 
 def inner(document: Any) -> dict[str, Any] | None:
@@ -89,7 +76,6 @@ class Checker:
 
     def __init__(self, name: str, published: Mapping[str, Any]) -> None:
         self.problems: list[Problem] = []
-        self.settings: list[tuple[str, Any, Any, Source]] = []
         self._name = name
         self._published = published
         self._prefix = ""
@@ -99,18 +85,16 @@ class Checker:
         cfg = self._locate(document)
         if cfg is None:
             return None
-        unknown = [key for key in cfg if key not in self._published]
+        unknown = [key for key in cfg if key not in self._published][:_MOST_GUESSES]
         self._check_missing(cfg, unknown)
         self._check_near_optional(cfg, unknown)
-        values = {
+        return {
             **self._integers(cfg),
             **self._mean_and_std(cfg),
             "fixed_output_tokens": self._fixed_tokens(cfg),
             "background": self._background(cfg),
             "fill_stage": self._fill_stage(cfg),
         }
-        self._settings(cfg, values)
-        return values
 
     def _add(self, key: str, what: str, expected: str = "", hint: str = "", warning: bool = False) -> None:
         where = f"{self._name}: {key}" if key else self._name
@@ -118,6 +102,12 @@ class Checker:
 
     def _path(self, key: str) -> str:
         return f"{self._prefix}{key}"
+
+    def _as_published(self, key: str) -> str:
+        value: Any = self._published
+        for name in key.split("."):
+            value = value[name]
+        return f"the published value is {json.dumps(value)}"
 
     # --- where the keys are ---
 
@@ -133,7 +123,7 @@ class Checker:
         self._prefix = "media_proc_cfg."
         if cfg is None:
             what = f"it is {show(document['media_proc_cfg'])}"
-            self._add("media_proc_cfg", what, "an object", "copy the published one: kimi-k3")
+            self._add("media_proc_cfg", what, "an object", f"{_NAMED} uses the published values")
             return None
         for key in (key for key in RESTORED if key in document):
             outer = document[key]
@@ -148,31 +138,34 @@ class Checker:
     def _refuse_other_model(self, document: dict[str, Any]) -> None:
         keys = ("image_processor_type", "processor_class", "feature_extractor_type", "model_type")
         name = next((document[key] for key in keys if isinstance(document.get(key), str)), None)
-        what, hint = "it has none of Kimi-K3's own keys", "--config kimi-k3 uses the published values"
-        if name is not None and "kimi" not in name.lower():
-            what = f"a config of {show(name)[1:-1]}, not of Kimi-K3: {what}"
-        elif "architectures" in document or "model_type" in document:
+        what, hint = "it has none of Kimi-K3's own keys", f"{_NAMED} uses the published values"
+        if name is not None:
+            other = "" if "kimi" in name.lower() else ", not of Kimi-K3"
+            what = f"this is a config of {show(name)[1:-1]}{other}: {what}"
+        if "architectures" in document:
             hint = "this looks like the model's config.json; preprocessor_config.json beside it is the one"
         elif near := difflib.get_close_matches("media_proc_cfg", document, 1, 0.7):
-            hint = f"was media_proc_cfg meant by {show(near[0])}?"
-        self._add("", what, "media_proc_cfg of a Kimi-K3 checkpoint", hint)
+            hint = f"was {show(near[0])} meant to be media_proc_cfg?"
+        self._add("", what, "the preprocessor_config.json of a Kimi-K3 checkpoint", hint)
 
     def _check_missing(self, cfg: dict[str, Any], unknown: list[str]) -> None:
         missing = [key for key in REQUIRED if key not in cfg]
         if not missing:
             return
         what = f"Kimi-K3 image processor is missing deferred-preprocessing config: {', '.join(missing)}"
-        meant = [f"was {key} meant by {show(near)}?" for key in missing for near in unknown if near_miss(near, (key,))]
         published = ", ".join(f'"{key}": {json.dumps(self._published[key])}' for key in missing)
-        restore = f"published: {published}; `validate-config --write-fixed FILE` restores them"
-        self._add(self._prefix.rstrip("."), what, "every required key", "; ".join([*meant, restore]))
+        guesses = {key: near_miss(key, tuple(missing)) for key in unknown}
+        meant = [f"was {show(key)} meant to be {guess}?" for key, guess in guesses.items() if guess][:5]
+        restore = "`kimik3-prep validate-config --write-fixed FILE` writes a copy that has the published values"
+        self._add(self._prefix.rstrip("."), what, f"{published}, as published", " ".join([*meant, restore]))
 
     def _check_near_optional(self, cfg: dict[str, Any], unknown: list[str]) -> None:
-        absent = tuple(key for key in _OPTIONAL if key not in cfg)
+        absent = tuple(key for key in OPTIONAL if key not in cfg)
         for key in unknown:
             if near := near_miss(key, absent):
-                what = f"{near} is absent and this key, which nothing reads, is here"
-                self._add(self._path(key), what, near, f"was {near} meant?", warning=True)
+                what = f"nothing reads this key, and {near} is absent"
+                path = f"{self._prefix.rstrip('.')}{step(key)}".lstrip(".")
+                self._add(path, what, hint=f"was {near} meant?", warning=True)
 
     # --- values ---
 
@@ -181,12 +174,14 @@ class Checker:
         merge = self._merge_size(cfg)
         side = sizes["patch_limit_on_one_side"]
         if side is not None and merge is not None and side % merge:
-            fit = max(merge, side // merge * merge)
+            below = side - side % merge
+            hint = f"write {below} or {below + merge}" if below else f"write {merge}"
             expected = f"a multiple of merge_kernel_size ({merge})"
-            self._add(self._path("patch_limit_on_one_side"), f"it is {side}", expected, f"write {fit}")
+            self._add(self._path("patch_limit_on_one_side"), f"it is {side}", expected, hint)
         patch = sizes["patch_size"]
         if side is not None and patch is not None and side * patch > _LARGEST:
-            self._add(self._path("patch_limit_on_one_side"), f"{side} patches of {patch} pixels", "a sensible size")
+            what, hint = f"it is {side}, with a patch_size of {patch}", self._as_published("patch_limit_on_one_side")
+            self._add(self._path("patch_limit_on_one_side"), what, f"a side of at most {_LARGEST} pixels", hint)
         return {**sizes, "merge_size": merge}
 
     def _merge_size(self, cfg: dict[str, Any]) -> int | None:
@@ -195,7 +190,8 @@ class Checker:
             return self._integer(cfg, "merge_kernel_size")
         key = self._path("merge_kernel_size")
         if len(value) != 2 or not same(value[0], value[1]):
-            self._add(key, f"it is {show(value)}", "one integer, the same for both sides", "write 2")
+            hint = self._as_published("merge_kernel_size")
+            self._add(key, f"it is {show(value)}", "one integer, the same for both sides", hint)
             return None
         size = self._integer({"merge_kernel_size": value[0]}, "merge_kernel_size")
         if size is not None:
@@ -212,7 +208,7 @@ class Checker:
         expected = "an integer above zero" if type(value) is not int or value < 1 else f"at most {most}"
         fixed = as_integer(value)
         fits = fixed is not None and 0 < fixed <= most
-        hint = f"write {fixed}" if fits else f"the published value is {json.dumps(self._published.get(key))}"
+        hint = f"write {fixed}" if fits else self._as_published(key)
         self._add(self._path(key), f"it is {show(value)}", expected, hint)
         return None
 
@@ -221,36 +217,32 @@ class Checker:
         if mean and std:
             for m, s in zip(mean, std, strict=True):
                 if max(abs(m), abs(1.0 - m)) * (1.0 / s) > _LARGEST_FLOAT32:
-                    what = f"it is {show(std)}: with image_mean {show(mean)} features leave float32"
-                    self._add(self._path("image_std"), what, "finite features", self._as_published("image_std"))
+                    what = f"it is {show(std)}: with image_mean {show(mean)} the features do not fit into float32"
+                    self._add(self._path("image_std"), what, "a larger image_std", self._as_published("image_std"))
                     break
         return {"image_mean": mean, "image_std": std}
-
-    def _as_published(self, key: str) -> str:
-        return f"the published value is {json.dumps(self._published[key])}"
 
     def _channel_values(self, cfg: dict[str, Any], key: str) -> list[float] | None:
         if key not in cfg:
             return None
         value, path = cfg[key], self._path(key)
         if is_number(value):
-            hint = f"write {json.dumps([value] * 3)}"
-            self._add(path, f"it is the single number {show(value)}", "three numbers, one a channel", hint)
+            self._add(path, f"it is {show(value)}", "three numbers, one a channel", f"write {show([value] * 3)}")
             return None
         if not isinstance(value, list) or len(value) != 3 or not all(is_number(v) for v in value):
             self._add(path, f"it is {show(value)}", "exactly three finite numbers", self._as_published(key))
             return None
         for wrong, expected in (
             (key == "image_std" and min(value) <= 0, "numbers above zero"),
-            (key == "image_std" and min(value) < 1e-30, "numbers whose inverse is finite"),
-            (max(abs(v) for v in value) > 1e30, "numbers of a sensible size"),
+            (key == "image_std" and min(value) < 1e-30, "numbers that one can divide by in float32"),
+            (max(abs(v) for v in value) > 1e30, "numbers for pixels from 0 to 1"),
         ):
             if wrong:
                 self._add(path, f"it is {show(value)}", expected, self._as_published(key))
                 return None
         if max(value) > 1:
-            what = f"it is {show(value)}: on the scale of 0 to 255?"
-            self._add(path, what, "values on the scale of 0 to 1", "divide by 255", warning=True)
+            what, hint = f"it is {show(value)}", f"divided by 255: {json.dumps([round(v / 255, 6) for v in value])}"
+            self._add(path, what, "numbers for pixels from 0 to 1, not from 0 to 255", hint, warning=True)
         return [float(v) for v in value]
 
     def _fixed_tokens(self, cfg: dict[str, Any]) -> int | None:
@@ -263,7 +255,7 @@ class Checker:
             return None
         value = self._integer(cfg, key)
         if value is not None:
-            what = f"it is {value}: it fixes num_tokens and changes neither grid nor pixels"
+            what = f"it is {value}: num_tokens is {value} for every image, grids and pixels stay as they are"
             self._add(self._path(key), what, "null, as published", warning=True)
         return value
 
@@ -271,7 +263,8 @@ class Checker:
         key = "transparent_bg_fill_stage"
         if key not in cfg:
             what = "absent, read as before_resize; the published config says after_resize, which gives other pixels"
-            self._add(self._path(key), what, '"after_resize"', warning=True)
+            hint = f'right for Kimi-K2.5 and K2.6; for Kimi-K3 write "{key}": "after_resize"'
+            self._add(self._path(key), what, '"after_resize"', hint, warning=True)
             return "before_resize"
         return self._word(key, cfg[key], _STAGES, "before_resize")
 
@@ -279,8 +272,7 @@ class Checker:
         if isinstance(value, str) and value in words:
             return value
         near = difflib.get_close_matches(value[:100].lower(), words, 1, 0.4) if isinstance(value, str) else []
-        published = self._published["transparent_bg_config"] | self._published
-        hint = f'was "{near[0]}" meant?' if near else f"the published value is {show(published[key.split('.')[-1]])}"
+        hint = f'was "{near[0]}" meant?' if near else self._as_published(key)
         self._add(self._path(key), f"it is {show(value)}", " or ".join(f'"{word}"' for word in words), hint)
         return fallback
 
@@ -288,28 +280,23 @@ class Checker:
         key = "transparent_bg_config"
         if key not in cfg:
             what = "absent: alpha is dropped; the published config draws a chessboard behind transparent pixels"
-            self._add(self._path(key), what, "the published object, or null", warning=True)
+            hint = f'right for Kimi-K2.5 and K2.6, which may write "{key}": null'
+            self._add(self._path(key), what, "the published object, or null", hint, warning=True)
             return None
         value = cfg[key]
         if value is None:
             return None
         if not isinstance(value, dict):
-            self._add(self._path(key), f"it is {show(value)}", "an object or null")
+            self._add(self._path(key), f"it is {show(value)}", "an object or null", self._as_published(key))
             return None
-        for name in value:
-            if name not in _BACKGROUND_DEFAULTS:
-                near = near_miss(name, tuple(_BACKGROUND_DEFAULTS))
-                hint = f"was {near} meant?" if near else f"known keys are {', '.join(_BACKGROUND_DEFAULTS)}"
-                self._add(self._path(f"{key}.{name}"), "the checkpoint's loader knows no such key", "", hint)
-        full = {**_BACKGROUND_DEFAULTS, **value}
-        used = _BACKGROUND_DEFAULTS if full["pattern"] == "chessboard" else ("pattern",)
-        if absent := [name for name in used if name not in value]:
-            what = "absent keys are read as " + ", ".join(f'"{name}": {show(full[name])}' for name in absent)
-            self._add(self._path(key), what, "every key that is used", "write them down", warning=True)
+        self._check_background_keys(key, value)
+        full = {**BACKGROUND_DEFAULTS, **value}
         top_left = full["chessboard_square_on_top_left"]
         if type(top_left) is not bool:
-            path = self._path(f"{key}.chessboard_square_on_top_left")
-            self._add(path, f"it is {show(top_left)}", "true or false")
+            path = f"{key}.chessboard_square_on_top_left"
+            meant = {"true": "write true", "1": "write true", "false": "write false", "0": "write false"}
+            hint = meant.get(show(top_left).strip('"').lower(), self._as_published(path))
+            self._add(self._path(path), f"it is {show(top_left)}", "true or false", hint)
         return {
             "pattern": self._word(f"{key}.pattern", full["pattern"], _PATTERNS, "black"),
             "square_size": self._level(key, full, "square_size", 1, _LARGEST),
@@ -318,70 +305,44 @@ class Checker:
             "gray_value": self._level(key, full, "gray_value", 0, 255),
         }
 
+    def _check_background_keys(self, key: str, value: dict[str, Any]) -> None:
+        known, what = tuple(BACKGROUND_DEFAULTS), "the checkpoint's loader refuses keys that it does not know"
+        for name in (name for name in value if name not in known):
+            near = near_miss(name, known)
+            hint = f"was {near} meant?" if near else f"it knows {', '.join(known)}"
+            self._add(self._path(key) + step(name), what, hint=hint)
+        used = BACKGROUND_DEFAULTS if value.get("pattern") == "chessboard" else ("pattern",)
+        if absent := [name for name in used if name not in value]:
+            read = ", ".join(f'"{name}": {json.dumps(BACKGROUND_DEFAULTS[name])}' for name in absent)
+            what = f"not everything is written out; the checkpoint's loader reads what is absent as {read}"
+            published = ", ".join(f'"{name}": {json.dumps(self._published[key][name])}' for name in absent)
+            self._add(self._path(key), what, f"{published}, as published", warning=True)
+
     def _level(self, key: str, full: dict[str, Any], name: str, low: int, high: int) -> int:
         value = full[_CHESSBOARD + name]
         if type(value) is int and low <= value <= high:
             return value
         expected = f"an integer from {low} to {high}" if high == 255 else f"an integer of at least {low}"
         fixed = as_integer(value)
-        hint = f"write {fixed}" if fixed is not None and low <= fixed <= high else ""
-        self._add(self._path(f"{key}.{_CHESSBOARD}{name}"), f"it is {show(value)}", expected, hint)
+        path = f"{key}.{_CHESSBOARD}{name}"
+        hint = f"write {fixed}" if fixed is not None and low <= fixed <= high else self._as_published(path)
+        self._add(self._path(path), f"it is {show(value)}", expected, hint)
         return low
-
-    # --- the table ---
-
-    def _settings(self, cfg: dict[str, Any], values: dict[str, Any]) -> None:
-        read = {
-            "merge_kernel_size": values["merge_size"],
-            "transparent_bg_fill_stage": values["fill_stage"],
-            "transparent_bg_config": None,
-            "fixed_output_tokens": values["fixed_output_tokens"],
-        }
-        for key in (*REQUIRED, *_OPTIONAL):
-            source: Source = "file" if key in cfg else "missing" if key in REQUIRED else "default"
-            value = cfg[key] if key in cfg else read.get(key)
-            if key == "merge_kernel_size" and values["merge_size"] is not None:
-                value = values["merge_size"]
-            if key != "transparent_bg_config" or not isinstance(value, dict):
-                self.settings.append((key, value, self._published[key], source))
-                continue
-            for name, default in _BACKGROUND_DEFAULTS.items():
-                published = self._published[key].get(name)
-                inner_source: Source = "file" if name in value else "default"
-                self.settings.append((f"{key}.{name}", value.get(name, default), published, inner_source))
 
 
 #: Keys that make a flat config Kimi-K3's; patch_size, image_mean and image_std other model families have too.
-_OWN_KEYS = ("in_patch_limit", "merge_kernel_size", "patch_limit_on_one_side", *_OPTIONAL)
+_OWN_KEYS = ("in_patch_limit", "merge_kernel_size", "patch_limit_on_one_side", *OPTIONAL)
+
+
+def step(name: str) -> str:
+    """A key as a step of a JSON path; one that is no plain word is quoted, and cut where it is long."""
+    return f".{name}" if len(name) <= 60 and name.isidentifier() and name.isascii() else f"[{show(name)}]"
 
 
 def near_miss(key: str, wanted: tuple[str, ...]) -> str | None:
     """The wanted key that `key` was probably meant to be."""
     folded = key[:100].lower().replace("-", "_")
-    if _SYNONYMS.get(folded) in wanted:
-        return _SYNONYMS[folded]
+    if _MEANT_BY.get(folded) in wanted:
+        return _MEANT_BY[folded]
     near = difflib.get_close_matches(folded, wanted, 1, 0.8)
     return near[0] if near else None
-
-
-def same(a: Any, b: Any) -> bool:
-    """Equality of JSON values; true is not 1 and 14.0 is not 14."""
-    return json.dumps(a, sort_keys=True) == json.dumps(b, sort_keys=True)
-
-
-def is_number(value: Any) -> bool:
-    """A finite JSON number; true is none."""
-    return type(value) in (int, float) and abs(value) < 1e300 and math.isfinite(value)
-
-
-def as_integer(value: Any) -> int | None:
-    """The integer that a string or a float was meant to be."""
-    if isinstance(value, str):
-        digits = value.strip()
-        return int(digits) if digits.isascii() and digits.isdecimal() and len(digits) < 20 else None
-    return int(value) if isinstance(value, float) and value.is_integer() and abs(value) < _LARGEST else None
-
-
-def show(value: Any) -> str:
-    """A JSON value, cut to a line."""
-    return strict_json.show(value, 100)

@@ -8,24 +8,23 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 from kimik3_prep.work import Control, ShardJob, ShardResult, materialize_shard, start_worker
 
-#: Shards in flight: while one is written out, the next one fills. Bounds memory to this many shard buffers.
-_IN_FLIGHT = 2
 
-
-def run_local(jobs: Iterable[ShardJob], workers: int, control: Control) -> Iterator[ShardResult]:
+def run_local(jobs: Iterable[ShardJob], workers: int, in_flight: int, control: Control) -> Iterator[ShardResult]:
     """Run jobs on `workers` image threads of this process; Pillow and torch release the interpreter lock.
+
+    in_flight: shards at a time. With two, one fills while the other is written out; memory holds as many buffers.
 
     Yields results in job order. Whatever ends the iteration early (an error, Ctrl-C, a closed generator) stops the
     jobs in flight at their next image and waits for them.
     """
     with (
         ThreadPoolExecutor(workers, "image", start_worker) as images,
-        ThreadPoolExecutor(_IN_FLIGHT, "shard") as shards,
+        ThreadPoolExecutor(in_flight, "shard", start_worker) as shards,
     ):
         pending: deque[Future[ShardResult]] = deque()
         try:
             for job in jobs:
-                if len(pending) == _IN_FLIGHT:
+                if len(pending) == in_flight:
                     yield pending.popleft().result()
                 pending.append(shards.submit(materialize_shard, job, images, control))
             while pending:

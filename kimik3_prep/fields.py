@@ -6,11 +6,9 @@ import difflib
 import hashlib
 import json
 import re
-from dataclasses import dataclass
-from typing import Any, Literal, cast
+from typing import Any, Literal, NamedTuple, cast
 
 from kimik3_prep.errors import Problem
-from kimik3_prep.strict_json import show
 
 IMAGE_KEYS = ("image", "image_path", "path", "file_name", "url")
 ID_KEYS = ("id", "key", "__key__")
@@ -55,9 +53,8 @@ class Report:
             self.problems.append(problem)
 
 
-@dataclass(frozen=True, slots=True)
-class Item:
-    """One manifest row. See `ITEM_SCHEMA` for the fields."""
+class Item(NamedTuple):
+    """One manifest row. See `ITEM_SCHEMA` for the fields, which have the same order."""
 
     item: int
     line: int
@@ -78,10 +75,15 @@ def read_item(number: int, line: int, row: dict[str, Any], where: str, report: R
     A row with other problems still gives an Item, because its id may be another row's too. Nobody may use the Items
     once `report` holds a problem.
     """
+    before = report.total
     rest = dict(row)
     local = rest.get("features") is not None
     _check_kind(rest, where, report)
     image = _take_image(rest, local, where, report)
+    if image is None and report.total == before:  # nothing said yet explains why there is none
+        # Nobody reads the hint of a problem that is only counted, and a million of them take minutes.
+        hint = "" if report.full else _near(rest, IMAGE_KEYS)
+        report.add(where, "the row names no image", f"one of {', '.join(IMAGE_KEYS)}", hint)
     backend = _take_backend(rest, where, report)
     content_hash = _take_hash(rest, where, report)
     width, height = _take_size(rest, where, report)
@@ -101,9 +103,11 @@ def _check_kind(rest: dict[str, Any], where: str, report: Report) -> None:
         kind = rest.pop(key, None)
         if kind is not None and kind != "image":
             what, hint = f"{key} {show(kind)}", _kind_hint(kind)
-    if not what and not any(rest.get(key) is not None for key in (*IMAGE_KEYS, "features")):
-        what = next((f"a row with {key!r} and no image" for key in _NOT_IMAGES if rest.get(key) is not None), "")
-        hint = "remove the row"
+    if not what and not rest.keys().isdisjoint(_NOT_IMAGES):
+        given = {key for key, value in rest.items() if value is not None}
+        if given.isdisjoint((*IMAGE_KEYS, "features")):
+            what = next((f"a row with {key!r} and no image" for key in _NOT_IMAGES if key in given), "")
+            hint = "remove the row"
     if what:
         report.add(where, f"{what}: {_IMAGES_ONLY}", '"image"', hint)
 
@@ -137,17 +141,13 @@ def _take_image(rest: dict[str, Any], local: bool, where: str, report: Report) -
             report.add(where, f"{key} {show(value)} has no absolute path", "file:///folder/picture.jpg", hint)
             return None
         return value
-    if not any(rest.get(key) is not None for key in _NOT_IMAGES):
-        # Beyond the problems that are shown, nobody reads the hint, and a million of them take minutes.
-        hint = "" if report.full else _near(rest, IMAGE_KEYS)
-        report.add(where, "the row names no image", f"one of {', '.join(IMAGE_KEYS)}", hint)
     return None
 
 
 def _is_no_image(source: str) -> bool:
     if source.startswith("data:"):
         return source[5:14].partition("/")[0].lower() in ("video", "audio")
-    path = source.partition("?")[0] if "://" in source else source
+    path = source.partition("?")[0] if "?" in source and "://" in source else source
     return path.lower().endswith(_NOT_IMAGE_SUFFIXES)
 
 
@@ -245,7 +245,14 @@ def short_image(image: str) -> str:
     return f"{image.partition(',')[0][:100]},sha256-{digest[:32]}"
 
 
+def show(value: Any) -> str:
+    """A value as JSON on one line, cut where it gets long."""
+    text = json.dumps(value, ensure_ascii=True, default=str)
+    return text if len(text) <= 80 else f"{text[:70]}…"
+
+
 def kind(value: Any) -> str:
+    """What a JSON value that is no object is called."""
     names = {list: "a list", str: "a string", bool: "true or false", int: "a number", float: "a number"}
     return names.get(type(value), "null")
 

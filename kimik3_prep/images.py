@@ -134,6 +134,13 @@ def decode(source: str, max_pixels: int = DEFAULT_MAX_PIXELS, planned: Stamp | N
         return Decoded(image, image.mode, str(image.format), orientation, content_hash)
 
 
+def read_file(source: str) -> tuple[bytes, str]:
+    """All bytes of a resolved `source` and their hash as in `Decoded`. Raises ItemError, and nothing else."""
+    with foreign_errors(), _opened(source) as (file, _):
+        content = file.read()
+        return content, f"sha256:{hashlib.sha256(content).hexdigest()}"
+
+
 def codec_versions() -> dict[str, str]:
     """Pillow's version and those of the libraries it decodes with: what the same file may decode differently under."""
     from PIL import __version__, features

@@ -8,22 +8,24 @@ from __future__ import annotations
 
 import gzip
 import hashlib
-import math
 import os
 import re
 import sys
 import zlib
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from io import BufferedReader
+from itertools import islice
 from typing import Any, BinaryIO, cast
-from urllib.parse import unquote, urlsplit
+from urllib.parse import unquote
 
 import numpy as np
 import pyarrow as pa
 
 from kimik3_prep import strict_json
 from kimik3_prep.errors import InputError
-from kimik3_prep.fields import Report, kind, read_item, show
+from kimik3_prep.fields import ID_KEYS, IMAGE_KEYS, JSON_VALUES, MAX_PROBLEMS, Item, Report, kind, read_item, show
 
 ITEM_SCHEMA = pa.schema(
     [
@@ -44,13 +46,18 @@ ITEM_SCHEMA = pa.schema(
 _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 _BATCH = 16_384
 
+#: Fields that a Parquet row may hold as 640.0: pandas turns whole numbers into floats where a row lacks one.
+_WHOLE = (*ID_KEYS, "width", "height")
+#: The first line of a JSON file that holds all rows in one value: `[`, `{`, or a list whose first rows follow.
+_SPREAD = re.compile(rb"[\[{]|\[.*[\[{,]", re.DOTALL)
+
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
     """A manifest without problems.
 
     items: Arrow table of `ITEM_SCHEMA`. base: folder that relative image paths start from.
-    digest: sha256 of the bytes read (decompressed), so that a resume notices another manifest.
+    digest: sha256 of the lines read (decompressed) or of the Parquet file, so that a resume notices another manifest.
     """
 
     items: pa.Table
@@ -67,46 +74,49 @@ def read_manifest(path: str, limit: int | None = None) -> Manifest:
     report = Report()
     digest = hashlib.sha256()
     name = "<stdin>" if path == "-" else path
-    columns: dict[str, list[Any]] = {field: [] for field in ITEM_SCHEMA.names}
+    rows: list[Item] = []
     batches: list[pa.RecordBatch] = []
+    line = 0
     try:
-        for number, (line, row) in enumerate(_rows(path, name, digest, report)):
-            if number == limit:
-                break
+        # Stops in front of the first row too many: nothing that stands there is a problem or part of the digest.
+        for number, (line, row) in enumerate(islice(_rows(path, name, digest, report), limit)):
             item = read_item(number, line, row, f"{name}:{line}", report) if row is not None else None
-            if item is None or report.total:
-                continue  # with a problem found the rows are only checked, not kept
-            for field, values in columns.items():
-                values.append(getattr(item, field))
-            if len(columns["item"]) == _BATCH:
-                batches.append(_batch(columns))
-    except (OSError, EOFError, zlib.error, pa.ArrowException) as error:
-        report.add(name, _cannot_read(error))
-    batches.append(_batch(columns))
+            if item is not None:
+                rows.append(item)
+            if len(rows) == _BATCH:
+                batches.append(_batch(rows))
+    except (OSError, EOFError, UnicodeDecodeError, zlib.error, pa.ArrowException) as error:
+        report.add(f"{name}:{line}" if line else name, _cannot_read(error, line))
+    batches.append(_batch(rows))
     items = pa.Table.from_batches(batches, ITEM_SCHEMA)
-    if not report.total:
-        if not items.num_rows:
-            report.add(name, "the manifest has no items", 'one JSON object per line, for example {"image": "a.jpg"}')
-        _check_unique_ids(items, name, report)
+    _check_unique_ids(items, name, report)
+    if not items.num_rows and not report.total:
+        report.add(name, "the manifest has no items", 'one JSON object per line, for example {"image": "a.jpg"}')
     if report.total:
         raise InputError(report.problems, report.total)
-    base = os.getcwd() if path == "-" else os.path.dirname(os.path.abspath(path))
-    return Manifest(items, base, digest.hexdigest(), name)
+    return Manifest(items, _base(path), digest.hexdigest(), name)
 
 
-def _batch(columns: dict[str, list[Any]]) -> pa.RecordBatch:
-    batch = pa.RecordBatch.from_arrays(
-        [pa.array(columns[field.name], field.type) for field in ITEM_SCHEMA], schema=ITEM_SCHEMA
-    )
-    for values in columns.values():
-        values.clear()
-    return batch
+def _batch(rows: list[Item]) -> pa.RecordBatch:
+    """The rows as columns; the list is empty afterwards."""
+    columns = list(zip(*rows, strict=True)) or [()] * len(ITEM_SCHEMA)
+    rows.clear()
+    arrays = [pa.array(values, field.type) for values, field in zip(columns, ITEM_SCHEMA, strict=True)]
+    return pa.RecordBatch.from_arrays(arrays, schema=ITEM_SCHEMA)
 
 
-def _cannot_read(error: Exception) -> str:
+def _base(path: str) -> str:
+    """The manifest's folder; the working folder for standard input and for the pipe that a shell makes of `<(…)`."""
+    folder = os.path.dirname(os.path.abspath(path))
+    is_pipe = path in ("-", "/dev/stdin") or folder == "/dev/fd" or folder.startswith("/proc/")
+    return os.getcwd() if is_pipe else folder
+
+
+def _cannot_read(error: Exception, line: int) -> str:
+    what = "cannot read on after this line" if line else "cannot read the manifest"
     if isinstance(error, OSError) and error.strerror:
-        return f"cannot read the manifest: {error.strerror}"
-    return f"cannot read the manifest: {error}"
+        return f"{what}: {error.strerror}"
+    return f"{what}: {error}"
 
 
 # --- rows ---------------------------------------------------------------------------------------------------------
@@ -114,13 +124,12 @@ def _cannot_read(error: Exception) -> str:
 
 def _rows(path: str, name: str, digest: Any, report: Report) -> Iterator[tuple[int, dict[str, Any] | None]]:
     """`(line, row)` for every non-blank line; None for a row whose syntax is a problem already reported."""
-    if path == "-":
-        yield from _json_rows(sys.stdin.buffer, name, digest, report)
-        return
-    with open(path, "rb") as file:
+    with _opened(path) as file:
         start = file.peek(4)[:4]
         if start == b"PAR1":
-            yield from _parquet_rows(path, digest)
+            if not os.path.isfile(path):
+                raise OSError("it is Parquet, whose rows are found from its end: name the file, a pipe has no end")
+            yield from _parquet_rows(path, name, digest, report)
         elif start[:2] == b"\x1f\x8b":
             with gzip.open(file) as plain:
                 yield from _json_rows(cast("BinaryIO", plain), name, digest, report)
@@ -128,31 +137,52 @@ def _rows(path: str, name: str, digest: Any, report: Report) -> Iterator[tuple[i
             yield from _json_rows(file, name, digest, report)
 
 
+def _opened(path: str) -> AbstractContextManager[BufferedReader]:
+    if path != "-":
+        return open(path, "rb")
+    if sys.stdin is None:  # so it is where a shell closed it: `<&-`
+        raise OSError("standard input is closed")
+    return nullcontext(cast("BufferedReader", sys.stdin.buffer))
+
+
 def _json_rows(file: BinaryIO, name: str, digest: Any, report: Report) -> Iterator[tuple[int, dict[str, Any] | None]]:
+    first = True
     for line, raw in enumerate(file, 1):
         digest.update(raw)
-        if line == 1 and raw[:2] == b"\x1f\x8b":
-            raise OSError("gzip data on standard input: pipe it through `gzip -dc`")
         text = raw.strip()
         if line == 1:
             text = text.removeprefix(b"\xef\xbb\xbf").strip()
         if not text:
             continue
+        where = f"{name}:{line}"
         try:
-            row = strict_json.parse_line(text, f"{name}:{line}")
+            row = strict_json.parse_line(text, where)
         except strict_json.JsonProblem as problem:
+            if first and _SPREAD.fullmatch(text):
+                report.add(where, "one JSON value spread over several lines", *_per_line(text))
+                return  # every line that follows would be a problem of its own
             report.add_problem(problem.problem)
-            yield line, None
-            continue
-        if isinstance(row, dict):
-            yield line, row
-            continue
-        hint = "a JSON list? `jq -c '.[]' list.json > manifest.jsonl` writes one object per line"
-        report.add(f"{name}:{line}", f"a row that is {kind(row)}", "a JSON object", hint if text[:1] == b"[" else "")
-        yield line, None
+            if raw.startswith((b"\xff\xfe", b"\xfe\xff")):  # UTF-16: the same
+                return
+            row = None
+        else:
+            if not isinstance(row, dict):
+                report.add(where, f"a row that is {kind(row)}", *_per_line(text))
+                row = None
+        first = False
+        yield line, row
 
 
-def _parquet_rows(path: str, digest: Any) -> Iterator[tuple[int, dict[str, Any] | None]]:
+def _per_line(text: bytes) -> tuple[str, str]:
+    """What is expected of a line, and how to get there from other JSON."""
+    hints = {
+        b"[": "`jq -c '.[]' rows.json > manifest.jsonl` makes lines of a list",
+        b"{": "`jq -c .` makes one line of it",
+    }
+    return "a JSON object on one line", hints.get(text[:1], "")
+
+
+def _parquet_rows(path: str, name: str, digest: Any, report: Report) -> Iterator[tuple[int, dict[str, Any] | None]]:
     from pyarrow import parquet
 
     with open(path, "rb") as file:
@@ -160,19 +190,58 @@ def _parquet_rows(path: str, digest: Any) -> Iterator[tuple[int, dict[str, Any] 
             digest.update(chunk)
     line = 0
     with parquet.ParquetFile(path) as table:
-        for batch in table.iter_batches(batch_size=4096):
-            for row in batch.to_pylist():
+        columns = _usable_columns(table.schema_arrow, name, report)
+        if not columns:
+            return
+        for batch in table.iter_batches(batch_size=4096, columns=columns):
+            try:
+                rows = batch.to_pylist()
+            except UnicodeDecodeError:
+                raise OSError(f"a text in rows {line + 1} to {line + batch.num_rows} is not UTF-8") from None
+            for row in rows:
                 line += 1
-                yield line, {key: _from_parquet(value) for key, value in row.items() if value is not None}
+                yield line, _from_parquet(row)
 
 
-def _from_parquet(value: Any) -> Any:
-    """Parquet has NaN for absent and 640.0 for 640 where pandas wrote it; JSON has neither."""
-    if isinstance(value, float):
-        if math.isnan(value):
-            return None
-        return int(value) if value.is_integer() else value
-    return value
+def _usable_columns(schema: pa.Schema, name: str, report: Report) -> list[str]:
+    """The columns whose values JSON can hold; each other one is one problem, not one a row."""
+    names = schema.names
+    for column in sorted({column for column in names if names.count(column) > 1}):
+        report.add(name, f"two columns are named {show(column)}", "names that are unique")
+    if report.total:
+        return []
+    wrong = [field for field in schema if not _json_type(field.type)]
+    for field in wrong:
+        hint = (
+            "write the picture to a file and give its path" if field.name in IMAGE_KEYS else "cast it or leave it out"
+        )
+        report.add(name, f"the column {show(field.name)} holds {field.type}", JSON_VALUES, hint)
+    if any(field.name in (*IMAGE_KEYS, "features") for field in wrong):
+        return []  # every row would lack its image
+    return [field.name for field in schema if field not in wrong]
+
+
+def _json_type(kind: pa.DataType) -> bool:
+    if isinstance(kind, pa.BaseExtensionType):
+        return _json_type(kind.storage_type)
+    if pa.types.is_dictionary(kind):
+        return _json_type(kind.value_type)
+    if pa.types.is_nested(kind):
+        return all(_json_type(kind.field(number).type) for number in range(kind.num_fields))
+    tests = (
+        *(pa.types.is_string, pa.types.is_large_string, pa.types.is_string_view),
+        *(pa.types.is_integer, pa.types.is_floating, pa.types.is_boolean, pa.types.is_null),
+    )
+    return any(test(kind) for test in tests)
+
+
+def _from_parquet(row: dict[str, Any]) -> dict[str, Any]:
+    """The row as JSON Lines would have it: what is null or NaN is not there, whole numbers are integers."""
+    for key in _WHOLE:
+        value = row.get(key)
+        if isinstance(value, float) and value.is_integer():
+            row[key] = int(value)
+    return {key: value for key, value in row.items() if value is not None and value == value}
 
 
 # --- sources ------------------------------------------------------------------------------------------------------
@@ -185,8 +254,8 @@ def resolve(image: str, base: str) -> str:
     """
     if image.startswith("data:"):
         return image
-    if image.startswith("file://"):
-        return os.path.normpath(unquote(urlsplit(image).path))
+    if image[:7].lower() == "file://":  # all behind the host is the path: file names hold "?" and "#"
+        return os.path.normpath(f"/{unquote(image[7:].partition('/')[2])}")
     if _SCHEME.match(image):
         return image
     return os.path.normpath(os.path.join(base, image))
@@ -194,9 +263,10 @@ def resolve(image: str, base: str) -> str:
 
 def scheme(image: str) -> str | None:
     """The fsspec protocol of a URL that needs a network or an archive, None for local paths and `data:` URLs."""
-    if image.startswith(("data:", "file://")) or not (match := _SCHEME.match(image)):
+    if image.startswith("data:") or not (match := _SCHEME.match(image)):
         return None
-    return match.group()[:-3].lower()
+    protocol = match.group()[:-3].lower()
+    return None if protocol == "file" else protocol
 
 
 # --- ids ----------------------------------------------------------------------------------------------------------
@@ -212,7 +282,8 @@ def _check_unique_ids(items: pa.Table, name: str, report: Report) -> None:
     repeats = order[1:][np.diff(indices[order]) == 0]
     _, first = np.unique(indices, return_index=True)
     hint = 'give the rows an "id" of their own; rows may name the same image'
-    for row in np.sort(repeats):
+    for row in np.sort(repeats)[:MAX_PROBLEMS]:
         code = indices[row]
         what = f"id {show(codes.dictionary[code].as_py())} stands on line {lines[first[code]]} already"
         report.add(f"{name}:{lines[row]}", what, "ids that are unique", hint)
+    report.total += max(0, len(repeats) - MAX_PROBLEMS)

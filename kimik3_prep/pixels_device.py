@@ -10,14 +10,16 @@ as the CPU backend does it, and join the batches there.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from PIL import Image
 
 from kimik3_prep.config import Background, PreprocessorConfig
+from kimik3_prep.errors import ItemError
 from kimik3_prep.grid import Grid
 from kimik3_prep.pixels_cpu import backdrop, level_table, rgb_pixels
 from kimik3_prep.resample import resize_bicubic
@@ -113,3 +115,113 @@ def _patchify(batch: torch.Tensor, grid: Grid, patch: int) -> torch.Tensor:
     padded[:, :height, :width] = batch
     cut = padded.view(count, grid.rows, patch, grid.cols, patch, 3).permute(0, 1, 3, 5, 2, 4)
     return cut.reshape(-1, 3, patch, patch)
+
+
+class Batches:
+    """Collects uploads of one shape until a batch is full, runs it, and hands out each image's patches.
+
+    emit: called with an image's tag and its patches on the device, or the ItemError it ended with.
+    note: called with a sentence when a batch had to be made smaller.
+    On CUDA a batch computes while the one before it is copied out.
+    """
+
+    def __init__(
+        self,
+        backend: DeviceBackend,
+        batch_bytes: int,
+        emit: Callable[[Any, torch.Tensor | ItemError], None],
+        note: Callable[[str], None],
+    ) -> None:
+        self._backend, self._limit, self._emit, self._note = backend, batch_bytes, emit, note
+        self._waiting: dict[BatchKey, list[tuple[Any, torch.Tensor]]] = {}
+        self._held = 0  # bytes of all waiting pixels
+        self._running: _Running | None = None
+        self._down = torch.cuda.Stream(backend.device) if backend.device.type == "cuda" else None  # type: ignore[no-untyped-call]
+
+    def add(self, tag: Any, image: Upload) -> None:
+        """Queue an image; runs a batch when its shape has enough of them, or when too much waits in all."""
+        self._waiting.setdefault(image.key, []).append((tag, image.pixels))
+        self._held += image.pixels.numel()
+        if _bytes(self._waiting[image.key]) >= self._limit:
+            self._run(image.key)
+        elif self._held >= 2 * self._limit:
+            self._run(max(self._waiting, key=lambda key: _bytes(self._waiting[key])))
+
+    def finish(self) -> None:
+        """Run all that waits and hand out everything."""
+        for key in list(self._waiting):
+            self._run(key)
+        self._hand_out()
+
+    def _run(self, key: BatchKey) -> None:
+        members = self._waiting.pop(key)
+        self._held -= _bytes(members)
+        todo = [members]
+        while todo:
+            part = todo.pop()
+            started = self._start(key, part)
+            if started is not None:
+                self._hand_out()
+                self._running = started
+            elif len(part) == 1:
+                message = f"{self._backend.device} has too little memory for this image alone"
+                self._emit(part[0][0], ItemError("out_of_memory", message))
+            else:
+                half = len(part) // 2
+                self._note(f"{self._backend.device} ran out of memory at a batch of {len(part)}; going on with {half}")
+                todo += [part[half:], part[:half]]
+
+    def _start(self, key: BatchKey, members: list[tuple[Any, torch.Tensor]]) -> _Running | None:
+        """Upload and compute; None when the device has not enough memory."""
+        device = self._backend.device
+        try:
+            batch = torch.stack([pixels for _, pixels in members])
+            if device.type == "cuda":
+                batch = batch.pin_memory()
+            patches = self._backend.patches(key, batch.to(device, non_blocking=True))
+        except torch.OutOfMemoryError:
+            self._hand_out()  # what is finished need not take up memory while a smaller batch is tried
+            if device.type == "cuda":
+                torch.cuda.empty_cache()
+            return None
+        computed = None
+        if self._down is not None:
+            computed = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            computed.record(torch.cuda.current_stream(device))
+            patches.record_stream(self._down)
+        return _Running([tag for tag, _ in members], patches, computed)
+
+    def _hand_out(self) -> None:
+        running, self._running = self._running, None
+        if running is None:
+            return
+        count = running.patches.shape[0] // len(running.tags)
+        with torch.cuda.stream(self._down):  # None is no stream: the CPU and MPS have one order only
+            if self._down is not None and running.computed is not None:
+                self._down.wait_event(running.computed)
+            for index, tag in enumerate(running.tags):
+                self._emit(tag, running.patches[index * count : (index + 1) * count])
+
+
+@dataclass(frozen=True, slots=True)
+class _Running:
+    """A batch on the device. `computed` is passed when its patches are there (CUDA only)."""
+
+    tags: list[Any]
+    patches: torch.Tensor
+    computed: torch.cuda.Event | None
+
+
+def _bytes(members: list[tuple[Any, torch.Tensor]]) -> int:
+    return sum(pixels.numel() for _, pixels in members)
+
+
+def resizes_like_pillow() -> bool:
+    """Whether this Pillow resizes as `resample` does; before version 13 it takes the two passes in another order."""
+    random = np.random.default_rng(0)
+    for height, width, new in ((300, 40, (20, 150)), (64, 200, (100, 32))):
+        pixels = random.integers(0, 256, (height, width, 4), dtype=np.uint8)
+        expected = np.asarray(Image.fromarray(pixels, "RGBA").resize(new, Image.Resampling.BICUBIC))
+        if not np.array_equal(resize_bicubic(torch.from_numpy(pixels)[None], new, alpha=True)[0].numpy(), expected):
+            return False
+    return True

@@ -85,7 +85,7 @@ class Headers:
 class PlannedItem:
     """One stored image and where its patches go: `pixel_values[patch_start : patch_start + patch_count]`.
 
-    width, height: pixels, of the header where `probed`, else of the manifest.
+    width, height: pixels, of the header where `probed`, else of the manifest; 0 for local items that give none.
     """
 
     image: str
@@ -272,8 +272,8 @@ def shard_plan(name: str, rows: pa.Table) -> ShardPlan:
         PlannedItem(
             image=row["image"],
             content_hash=row["content_hash"],
-            width=row["width"],
-            height=row["height"],
+            width=row["width"] or 0,
+            height=row["height"] or 0,
             probed=row["format"] is not None,
             source_size=row["source_size"],
             source_mtime_ns=row["source_mtime_ns"],
@@ -286,7 +286,7 @@ def shard_plan(name: str, rows: pa.Table) -> ShardPlan:
     return ShardPlan(name, name.rpartition("-")[0], items, rows)
 
 
-def parse_size(text: str) -> int:
+def parse_size(text: str, option: str = "size") -> int:
     """Bytes from "200MB", "2GiB", "512 mib" or "1000000". Raises InputError for anything else, and for zero."""
     units = {"": 1, "b": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
     units |= {f"{u}b": 1000**n for n, u in enumerate("kmgt", 1)} | {f"{u}ib": 1024**n for n, u in enumerate("kmgt", 1)}
@@ -298,7 +298,5 @@ def parse_size(text: str) -> int:
     except (KeyError, ValueError, OverflowError):
         size = 0
     if size < 1:
-        raise InputError(
-            [Problem("--shard-size", f"{text!r} is not a size", "a number with a unit: 200MB, 512MiB, 2GiB")]
-        )
+        raise InputError([Problem(option, f"{text!r} is not a size", "a number with a unit: 200MB, 512MiB, 2GiB")])
     return size

@@ -8,23 +8,21 @@ merge    shard indexes -> index.parquet; its presence says the run is finished
 
 from __future__ import annotations
 
-import os
+import itertools
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from kimik3_prep import __version__
-from kimik3_prep.config import PreprocessorConfig, find_config, load_config
-from kimik3_prep.errors import InputError, ItemError, Problem, RunError, TooManyFailures
-from kimik3_prep.images import DEFAULT_MAX_PIXELS, codec_versions, probe
-from kimik3_prep.manifest import Manifest, read_manifest, resolve, scheme
+from kimik3_prep.check import Checked, Reporter, Settings, check
+from kimik3_prep.errors import ItemError, Problem, RunError, TooManyFailures
+from kimik3_prep.images import codec_versions, probe
+from kimik3_prep.manifest import Manifest, resolve
 from kimik3_prep.plan import (
     GROUPS,
     ITEM_BYTES,
@@ -52,129 +50,12 @@ from kimik3_prep.summary import PlanSummary, RunSummary, summarize, summarize_pl
 _WINDOW = 8192  # headers probed at a time, so that a million futures never exist at once
 
 
-@dataclass(frozen=True, slots=True)
-class Settings:
-    """What `encode` was asked to do. Only `workers`, `on_error` and `max_failures` leave the output bytes alone."""
-
-    manifest: str
-    output: Path
-    config: str | None = None
-    backend: Literal["auto", "cpu", "gpu"] = "auto"
-    dtype: str = "float32"
-    shard_size: int = 512 << 20
-    workers: int = 1
-    dedupe: bool = True
-    limit: int | None = None
-    max_pixels: int = DEFAULT_MAX_PIXELS
-    on_error: Literal["record", "fail"] = "record"
-    max_failures: int | None = None
-    overwrite: bool = False
-
-
-class Reporter(Protocol):
-    """Who watches a run. `advance` is called from several threads."""
-
-    def warn(self, problem: Problem) -> None:
-        """Something to know that stops nothing."""
-
-    def phase(self, name: str, total: int) -> None:
-        """A stage of `total` images begins."""
-
-    def advance(self, images: int, pixels: int, size: int, failed: int) -> None:
-        """So many images more are done: their source pixels, their stored bytes, how many failed."""
-
-
-@dataclass(frozen=True, slots=True)
-class Checked:
-    """Input without problems."""
-
-    config: PreprocessorConfig
-    config_path: Path
-    manifest: Manifest
-
-
-def default_output(manifest: str) -> Path:
-    """`<manifest stem>-features` in the working directory."""
-    name = "manifest" if manifest == "-" else Path(manifest).name.removesuffix(".gz")
-    return Path(f"{Path(name).stem}-features")
-
-
-def default_workers() -> int:
-    """One image thread a processor this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-# --- check --------------------------------------------------------------------------------------------------------
-
-
-def check(settings: Settings, reporter: Reporter) -> Checked:
-    """Read config and manifest. Raises InputError with the problems of both; warnings go to the reporter."""
-    problems: list[Problem] = []
-    total = 0
-    config = config_path = manifest = None
-    try:
-        beside = None if settings.manifest == "-" else Path(settings.manifest).resolve().parent
-        config_path = find_config(settings.config, beside)
-        config, warnings = load_config(config_path)
-        for warning in warnings:
-            reporter.warn(warning)
-    except InputError as error:
-        problems += error.problems
-        total += error.total
-    try:
-        manifest = read_manifest(settings.manifest, settings.limit)
-        found = list(_unsupported(manifest, settings))
-        problems += found
-        total += len(found)
-    except InputError as error:
-        problems += error.problems
-        total += error.total
-    if config is None or config_path is None or manifest is None or problems:
-        raise InputError(problems, total)
-    return Checked(config, config_path, manifest)
-
-
-def _unsupported(manifest: Manifest, settings: Settings) -> Iterator[Problem]:
-    """Rows that nothing here can prepare, found without opening them."""
-    items = manifest.items
-    for number, line in _lines(items, pc.equal(items["path"], "local")):
-        yield Problem(f"{manifest.name}:{line}", "a locally preprocessed item (features)", "an image", f"row {number}")
-    if settings.backend == "gpu":
-        yield Problem("--backend", "gpu: this version has the CPU backend only", "cpu or auto")
-    for _, line in _lines(items, pc.equal(items["backend"], "gpu")):
-        yield Problem(f"{manifest.name}:{line}", 'backend "gpu": this version has the CPU backend only', '"cpu"')
-    seen: set[str] = set()
-    for batch in items.select(["image", "line"]).to_batches():
-        for image, line in zip(batch["image"].to_pylist(), batch["line"].to_pylist(), strict=True):
-            protocol = scheme(image)
-            if protocol is not None and protocol not in seen:
-                seen.add(protocol)
-                yield from _protocol_problem(protocol, f"{manifest.name}:{line}")
-
-
-def _lines(items: pa.Table, mask: Any) -> list[tuple[int, int]]:
-    rows = items.filter(pc.fill_null(mask, False)).select(["item", "line"])
-    return list(zip(rows["item"].to_pylist(), rows["line"].to_pylist(), strict=True))
-
-
-def _protocol_problem(protocol: str, where: str) -> Iterator[Problem]:
-    import fsspec
-
-    try:
-        fsspec.get_filesystem_class(protocol)
-    except ValueError:
-        yield Problem(where, f"{protocol}:// is no protocol fsspec knows", "a path, a data: URL, s3://, https://, …")
-    except ImportError as error:
-        extra = "pip install 'kimik3-prep[s3]'" if protocol in ("s3", "s3a") else str(error)
-        yield Problem(where, f"{protocol}:// needs a package that is not installed", hint=extra)
-
-
 # --- plan ---------------------------------------------------------------------------------------------------------
 
 
 def plan(settings: Settings, checked: Checked, reporter: Reporter) -> pa.Table:
     """Probe headers where the manifest gives no size, and place every image. A table of `PLAN_SCHEMA`."""
-    spans = find_spans(checked.manifest.items, checked.manifest.base, _default_backend(settings), settings.dedupe)
+    spans = find_spans(checked.manifest.items, checked.manifest.base, checked.backend, settings.dedupe)
     headers = _headers(settings, checked.manifest, spans, reporter)
     patch_bytes = 3 * checked.config.patch_size**2 * ITEM_BYTES[settings.dtype]
     shard_patches = max(1, settings.shard_size // patch_bytes)
@@ -186,10 +67,6 @@ def dry_run(settings: Settings, reporter: Reporter) -> PlanSummary:
     checked = check(settings, reporter)
     table = plan(settings, checked, reporter)
     return summarize_plan(table, checked.config.patch_size)
-
-
-def _default_backend(settings: Settings) -> str:
-    return "cpu" if settings.backend == "auto" else settings.backend
 
 
 def _headers(settings: Settings, manifest: Manifest, spans: Spans, reporter: Reporter) -> Headers:
@@ -258,7 +135,7 @@ def _facts(settings: Settings, checked: Checked) -> dict[str, Any]:
         "config": checked.config.to_dict(),
         "manifest": checked.manifest.digest,
         "limit": settings.limit,
-        "backend": _default_backend(settings),
+        "backend": checked.backend,
         "dtype": settings.dtype,
         "shard_size": settings.shard_size,
         "dedupe": settings.dedupe,
@@ -306,23 +183,33 @@ def _fill(settings: Settings, checked: Checked, layout: Layout, facts: dict[str,
             control.stop.set()
 
     control.on_item = on_item
+    control.note = lambda text: reporter.warn(Problem("--batch-bytes", text, severity="warning"))
     form = {
         group: ShardFormat(settings.dtype, checked.config.patch_size, {**_metadata(facts), "group": group})
         for group in GROUPS
     }
+
+    devices = itertools.cycle(checked.devices or ("cpu",))
 
     def jobs() -> Iterator[ShardJob]:
         for name, rows in split_shards(read_plan(layout)):
             if name is not None and not layout.committed(name):
                 shard = shard_plan(name, rows)
                 yield ShardJob(
-                    layout.root, checked.manifest.base, shard, form[shard.group], checked.config, settings.max_pixels
+                    root=layout.root,
+                    base=checked.manifest.base,
+                    shard=shard,
+                    form=form[shard.group],
+                    config=checked.config,
+                    max_pixels=settings.max_pixels,
+                    device=next(devices) if shard.group == "gpu" else "cpu",
+                    batch_bytes=settings.batch_bytes,
                 )
 
     limit.check()
     reporter.phase("images", pending)
     try:
-        for _ in run_local(jobs(), settings.workers, control):
+        for _ in run_local(jobs(), settings.workers, max(2, len(checked.devices)), control):
             pass
     except Stopped:
         limit.check()

@@ -50,6 +50,24 @@ def show(value: Any) -> str:
     return text if len(text) <= 100 else f"{text[:90]}…"
 
 
+def same(a: Any, b: Any) -> bool:
+    """Equality of JSON values; true is not 1 and 14.0 is not 14."""
+    return json.dumps(a, sort_keys=True) == json.dumps(b, sort_keys=True)
+
+
+def is_number(value: Any) -> bool:
+    """A finite JSON number; true is none."""
+    return type(value) in (int, float) and abs(value) < 1e300 and math.isfinite(value)
+
+
+def as_integer(value: Any) -> int | None:
+    """The integer that a string or a float was meant to be."""
+    if isinstance(value, str):
+        digits = value.strip()
+        return int(digits) if digits.isascii() and digits.isdecimal() and len(digits) < 20 else None
+    return int(value) if isinstance(value, float) and value.is_integer() and abs(value) < 1e18 else None
+
+
 def _parse(content: bytes, where: str, whole_file: bool) -> Any:
     try:
         text = content.decode().removeprefix("\ufeff")
@@ -101,6 +119,16 @@ def _too_deep(text: str) -> bool:
     return False
 
 
+#: By Python's words, where nothing more telling is found at the place.
+_HINTS = {
+    "Extra data": "one value is all there may be",
+    "Expecting ',' delimiter": "is a comma missing before it?",
+    "Expecting ':' delimiter": "a key and its value stand on either side of a colon",
+    "Unterminated string starting at": "its closing quote is missing",
+    "Invalid control character at": 'write a line break as "\\n" and a tab as "\\t"',
+}
+
+
 # --- saying what is wrong: only ever run for a text that was refused ----------------------------------------------
 
 
@@ -118,7 +146,7 @@ def _problem(content: bytes, error: Exception, where: str, whole_file: bool) -> 
             return Problem(where, "there is nothing in it", "a JSON value")
         cause = error.msg.removesuffix(" at").removesuffix(" starting")
         what = f"not JSON: {cause[:1].lower()}{cause[1:]}"
-        return _placed(text, error.pos, what, _syntax_hint(text, error.pos), where, whole_file)
+        return _placed(text, error.pos, what, _syntax_hint(text, error), where, whole_file)
     at, what, hint = _refusal(text)
     return _placed(text, at, what, hint, where, whole_file)
 
@@ -131,8 +159,8 @@ def _placed(text: str, at: int, what: str, hint: str, where: str, whole_file: bo
     return Problem(f"{where}:{line}:{column}", what, hint=hint)
 
 
-def _syntax_hint(text: str, at: int) -> str:
-    before, rest = text[:at].rstrip(), text[at:]
+def _syntax_hint(text: str, error: json.JSONDecodeError) -> str:
+    before, rest = text[: error.pos].rstrip(), text[error.pos :]
     if rest.startswith(("//", "/*", "#")):
         return "JSON has no comments"
     if (before.endswith(",") and rest[:1] in ("]", "}")) or re.match(r",\s*[\]}]", rest):
@@ -142,8 +170,8 @@ def _syntax_hint(text: str, at: int) -> str:
     if re.match(r"(?:None|True|False)\b", rest):
         return "JSON writes null, true and false"
     if not rest.strip():
-        return "the text ends too early: was the file cut off?"
-    return ""
+        return "the text ends too early: was it cut off?"
+    return _HINTS.get(error.msg, "")
 
 
 def _refusal(text: str) -> tuple[int, str, str]:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import threading
-from collections.abc import Callable
-from concurrent.futures import Executor
+from collections import deque
+from collections.abc import Callable, Iterable
+from concurrent.futures import Executor, Future
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -14,17 +16,25 @@ import xxhash
 from kimik3_prep.config import PreprocessorConfig
 from kimik3_prep.errors import ItemError
 from kimik3_prep.grid import GridRule
-from kimik3_prep.images import Decoded, Stamp, decode, foreign_errors
+from kimik3_prep.images import Decoded, Stamp, decode, foreign_errors, read_file
+from kimik3_prep.local import cast_features, read_features
 from kimik3_prep.manifest import resolve
 from kimik3_prep.pixels_cpu import TORCH_DTYPES, patchify, rgb_pixels
+from kimik3_prep.pixels_device import Batches, DeviceBackend, Upload, upload
 from kimik3_prep.plan import PlannedItem, ShardPlan
 from kimik3_prep.shards import ShardFormat, ShardWriter
 from kimik3_prep.store import Layout, Outcome, Stored, index_table, write_shard_index
 
+#: Decoded images that may wait for a device, beyond those in its batches.
+_DECODED_AHEAD = 16
+
 
 @dataclass(frozen=True, slots=True)
 class ShardJob:
-    """Everything one shard needs, picklable. `base`: folder that relative image paths start from."""
+    """Everything one shard needs, picklable.
+
+    base: folder that relative paths start from. device and batch_bytes (source pixels of a batch): gpu shards only.
+    """
 
     root: Path
     base: str
@@ -32,11 +42,18 @@ class ShardJob:
     form: ShardFormat
     config: PreprocessorConfig
     max_pixels: int
+    device: str
+    batch_bytes: int
 
     @property
     def rule(self) -> GridRule:
         """The grid rule of the config."""
         return self.config.grid_rule()
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The storage dtype."""
+        return TORCH_DTYPES[self.form.dtype]
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,11 +76,30 @@ class Stopped(Exception):
 class Control:
     """How a run watches its jobs and stops them: lives in the driver, shared by the threads of a local engine.
 
-    on_item: called from worker threads after each stored image: decoded pixels, stored bytes, its error or None.
+    on_item: called from worker threads after each stored image: source pixels, stored bytes, its error or None.
+    note: called with a sentence a person should see.
     """
 
     on_item: Callable[[int, int, ItemError | None], None] = lambda pixels, size, error: None
+    note: Callable[[str], None] = lambda text: None
     stop: threading.Event = field(default_factory=threading.Event)
+
+
+@dataclass(frozen=True, slots=True)
+class _Filled:
+    """An image whose patches are in the buffer, before its final place is known."""
+
+    mode: str | None
+    format: str | None
+    exif_orientation: int | None
+    content_hash: str
+    checksum: str
+
+    def stored(self, row: int, patch_start: int) -> Stored:
+        return Stored(row, patch_start, self.mode, self.format, self.exif_orientation, self.content_hash, self.checksum)
+
+
+_Result = _Filled | ItemError
 
 
 def start_worker() -> None:
@@ -79,18 +115,18 @@ def materialize_shard(job: ShardJob, images: Executor, control: Control) -> Shar
     """
     layout = Layout(job.root)
     items = job.shard.items
+    fill = {"cpu": _fill_on_cpu, "gpu": _fill_on_device, "local": _fill_from_files}[job.shard.group]
     writer = ShardWriter(layout.shard(job.shard.name), job.form, len(items), job.shard.patches)
     try:
-        filled = list(images.map(lambda item: _fill(item, job, writer, control), items))
+        results = fill(job, writer, images, control)
     except BaseException:
         writer.abort()
         raise
-    kept = [item for item, result in zip(items, filled, strict=True) if not isinstance(result, ItemError)]
+    kept = [item for item in items if isinstance(results[item.row], _Filled)]
     places = writer.finish([(item.grid.thw, item.patch_start, item.patch_count) for item in kept])
     placed = dict(zip((item.row for item in kept), places, strict=True))
     outcomes: dict[int, Outcome] = {
-        item.row: result if isinstance(result, ItemError) else result.stored(*placed[item.row])
-        for item, result in zip(items, filled, strict=True)
+        row: result if isinstance(result, ItemError) else result.stored(*placed[row]) for row, result in results.items()
     }
     table = index_table(job.shard.rows, outcomes)
     write_shard_index(layout, job.shard.name, table, job.form.metadata)
@@ -100,41 +136,132 @@ def materialize_shard(job: ShardJob, images: Executor, control: Control) -> Shar
     return ShardResult(job.shard.name, table.num_rows - failed, failed, len(kept), patches, size)
 
 
-@dataclass(frozen=True, slots=True)
-class _Filled:
-    """An image whose patches are in the buffer, before its final place is known."""
-
-    mode: str
-    format: str
-    exif_orientation: int | None
-    content_hash: str
-    checksum: str
-
-    def stored(self, row: int, patch_start: int) -> Stored:
-        return Stored(row, patch_start, self.mode, self.format, self.exif_orientation, self.content_hash, self.checksum)
+# --- three ways to fill a shard; each gives a result for every row ------------------------------------------------
 
 
-def _fill(item: PlannedItem, job: ShardJob, writer: ShardWriter, control: Control) -> _Filled | ItemError:
-    """Prepare one image into its slice of the shard."""
-    if control.stop.is_set():
-        raise Stopped
-    pixels, size = item.width * item.height, item.patch_count * job.form.patch_bytes
-    try:
+def _fill_on_cpu(job: ShardJob, writer: ShardWriter, images: Executor, control: Control) -> dict[int, _Result]:
+    """Decode, preprocess and normalise on the image threads."""
+
+    def prepare(item: PlannedItem, out: torch.Tensor) -> Decoded:
         decoded = _decode(item, job)
+        with foreign_errors():
+            pixels = rgb_pixels(decoded.image, item.grid, job.config)
+        patchify(pixels, item.grid, job.config, out)
+        return decoded
+
+    return _fill_each(job, writer, images, control, prepare)
+
+
+def _fill_from_files(job: ShardJob, writer: ShardWriter, images: Executor, control: Control) -> dict[int, _Result]:
+    """Copy what was preprocessed elsewhere, checked and in the run's dtype."""
+
+    def prepare(item: PlannedItem, out: torch.Tensor) -> str:
+        content, content_hash = read_file(resolve(item.image, job.base))
+        _check_hash(item, content_hash)
+        values = read_features(content, item.grid.thw, job.config)
+        out.copy_(cast_features(values, job.config, job.dtype))
+        return content_hash
+
+    return _fill_each(job, writer, images, control, prepare)
+
+
+def _fill_each(
+    job: ShardJob,
+    writer: ShardWriter,
+    images: Executor,
+    control: Control,
+    prepare: Callable[[PlannedItem, torch.Tensor], Decoded | str],
+) -> dict[int, _Result]:
+    """Run `prepare` for every item into its own slice, on the image threads, in any order."""
+
+    def fill(item: PlannedItem) -> _Result:
+        if control.stop.is_set():
+            raise Stopped
+        try:
+            with writer.patches(item.patch_start, item.patch_count) as view:
+                source = prepare(item, _tensor(view, item, job))
+                return _done(item, view, source, control)
+        except ItemError as error:
+            return _failed(item, error, control)
+
+    return dict(zip((item.row for item in job.shard.items), images.map(fill, job.shard.items), strict=True))
+
+
+def _fill_on_device(job: ShardJob, writer: ShardWriter, images: Executor, control: Control) -> dict[int, _Result]:
+    """Decode on the image threads, batch by shape, compute on the device, copy straight into the shard."""
+    results: dict[int, _Result] = {}
+
+    def load(item: PlannedItem) -> tuple[Decoded, Upload]:
+        if control.stop.is_set():
+            raise Stopped
+        decoded = _decode(item, job)
+        with foreign_errors():
+            return decoded, upload(decoded.image, item.grid, job.config)
+
+    def emit(tag: tuple[PlannedItem, Decoded], patches: torch.Tensor | ItemError) -> None:
+        item, decoded = tag
+        if isinstance(patches, ItemError):
+            results[item.row] = _failed(item, patches, control)
+            return
         with writer.patches(item.patch_start, item.patch_count) as view:
-            out = torch.frombuffer(view, dtype=TORCH_DTYPES[job.form.dtype])
-            patch = job.config.patch_size
-            out = out.view(item.patch_count, 3, patch, patch)
-            with foreign_errors():
-                rgb = rgb_pixels(decoded.image, item.grid, job.config)
-            patchify(rgb, item.grid, job.config, out)
-            checksum = xxhash.xxh3_128_hexdigest(view)
-            del out, rgb
-    except ItemError as error:
-        control.on_item(pixels, 0, error)
-        return error
-    control.on_item(pixels, size, None)
-    return _Filled(decoded.mode, decoded.format, decoded.exif_orientation, decoded.content_hash, checksum)
+            _tensor(view, item, job).copy_(patches)
+            results[item.row] = _done(item, view, decoded, control)
+
+    batches = Batches(_backend(job.device, job.config, job.dtype), job.batch_bytes, emit, control.note)
+    for item, future in _ahead(images, load, job.shard.items):
+        try:
+            decoded, loaded = future.result()
+        except ItemError as error:
+            results[item.row] = _failed(item, error, control)
+            continue
+        decoded.image.close()  # its pixels were copied; only what the index says of it is still needed
+        batches.add((item, decoded), loaded)
+    batches.finish()
+    return results
+
+
+def _ahead(
+    images: Executor, load: Callable[[PlannedItem], tuple[Decoded, Upload]], items: Iterable[PlannedItem]
+) -> Iterable[tuple[PlannedItem, Future[tuple[Decoded, Upload]]]]:
+    """Items with their loads in flight, in order, never more than `_DECODED_AHEAD` of them."""
+    pending: deque[tuple[PlannedItem, Future[tuple[Decoded, Upload]]]] = deque()
+    for item in items:
+        pending.append((item, images.submit(load, item)))
+        if len(pending) > _DECODED_AHEAD:
+            yield pending.popleft()
+    yield from pending
+
+
+@functools.lru_cache(maxsize=16)
+def _backend(device: str, config: PreprocessorConfig, dtype: torch.dtype) -> DeviceBackend:
+    return DeviceBackend(torch.device(device), config, dtype)
+
+
+# --- what they share ----------------------------------------------------------------------------------------------
+
+
+def _tensor(view: memoryview, item: PlannedItem, job: ShardJob) -> torch.Tensor:
+    """A slice of the shard as `[patches, 3, p, p]`."""
+    patch = job.config.patch_size
+    return torch.frombuffer(view, dtype=job.dtype).view(item.patch_count, 3, patch, patch)
+
+
+def _done(item: PlannedItem, view: memoryview, source: Decoded | str, control: Control) -> _Filled:
+    checksum = xxhash.xxh3_128_hexdigest(view)
+    control.on_item(item.width * item.height, len(view), None)
+    if isinstance(source, str):
+        return _Filled(None, None, None, source, checksum)
+    return _Filled(source.mode, source.format, source.exif_orientation, source.content_hash, checksum)
+
+
+def _failed(item: PlannedItem, error: ItemError, control: Control) -> ItemError:
+    control.on_item(item.width * item.height, 0, error)
+    return error
+
+
+def _check_hash(item: PlannedItem, content_hash: str) -> None:
+    if item.content_hash is not None and content_hash != item.content_hash:
+        raise ItemError("content_hash_mismatch", f"the file's is {content_hash}")
 
 
 def _decode(item: PlannedItem, job: ShardJob) -> Decoded:
@@ -143,8 +270,7 @@ def _decode(item: PlannedItem, job: ShardJob) -> Decoded:
     if item.source_size is not None and item.source_mtime_ns is not None:
         planned = Stamp(item.source_size, item.source_mtime_ns)
     decoded = decode(resolve(item.image, job.base), job.max_pixels, planned)
-    if item.content_hash is not None and decoded.content_hash != item.content_hash:
-        raise ItemError("content_hash_mismatch", f"the file's is {decoded.content_hash}")
+    _check_hash(item, decoded.content_hash)
     width, height = decoded.image.size
     if (width, height) != (item.width, item.height) or job.rule.grid(width, height) != item.grid:
         found = f"the image is {width} x {height} pixels"

@@ -187,4 +187,4 @@ def test_sizes(text: str, size: int) -> None:
 @pytest.mark.parametrize("text", ["", "0", "MB", "-1", "1XB", "1.2.3", "1 2", "inf", "nan", "1e400"])
 def test_what_is_no_size(text: str) -> None:
     with pytest.raises(InputError, match="--shard-size"):
-        parse_size(text)
+        parse_size(text, "--shard-size")

@@ -20,9 +20,10 @@ import xxhash
 from conftest import GOLDEN, golden_cases, picture, write_manifest
 
 from kimik3_prep import work
+from kimik3_prep.check import Settings, default_output
 from kimik3_prep.errors import InputError, ItemError, PlanMismatch, Problem, TooManyFailures
 from kimik3_prep.pixels_cpu import TORCH_DTYPES, level_table
-from kimik3_prep.prepare import Settings, default_output, dry_run, prepare
+from kimik3_prep.prepare import dry_run, prepare
 
 CASES = golden_cases("images")
 
@@ -309,6 +310,106 @@ def test_problems_of_config_and_manifest_come_together(tmp_path: Path) -> None:
     for word in ("missing deferred-preprocessing config", "patch_size", "m.jsonl:1", 'was "gpu" meant', "m.jsonl:2"):
         assert word in text
     assert not (tmp_path / "out").exists()
+
+
+def local_row(folder: Path, name: str, image: Any, **more: Any) -> dict[str, Any]:
+    """A row of features made beforehand, and its file."""
+    values = torch.from_numpy(reference.features(image, reference.PUBLISHED))
+    size = reference.grid(*image.size, reference.PUBLISHED)
+    thw = [1, size["rows"], size["cols"]]
+    if name.endswith(".npy"):
+        np.save(folder / name, values.numpy())
+    else:
+        safetensors.torch.save_file({"pixel_values": values, "grid_thws": torch.tensor([thw])}, folder / name)
+    return {"id": name, "features": name, "grid_thw": thw, **more}
+
+
+@pytest.fixture
+def three_paths(mixed: Path) -> Path:
+    """The mixed set with every path: rows for the cpu, for the gpu, and locally preprocessed ones."""
+    import json
+
+    rows = [json.loads(line) for line in mixed.read_text().splitlines()]
+    for number, row in enumerate(rows):
+        row.update([{}, {"backend": "cpu"}, {"backend": "gpu"}][number % 3])
+    rows.insert(5, local_row(mixed.parent, "a.safetensors", picture(100, 70)))
+    rows.insert(11, local_row(mixed.parent, "b.npy", picture(30, 170, seed=1), note="made elsewhere"))
+    bad = local_row(mixed.parent, "bad.npy", picture(30, 170, seed=1))
+    rows.insert(14, {**bad, "grid_thw": [1, 2, 2]})
+    rows.append({"id": "b-again", "features": "./b.npy", "grid_thw": rows[11]["grid_thw"]})
+    return write_manifest(mixed.parent / "three.jsonl", rows)
+
+
+@pytest.mark.parametrize("dtype", TORCH_DTYPES)
+def test_a_manifest_that_mixes_all_paths_just_works(three_paths: Path, dtype: str, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    summary = encode(three_paths, out, device="cpu", workers=2, shard_size=3_000_000, dtype=dtype, batch_bytes=100_000)
+    assert (summary.rows, summary.failed) == (44, 4)
+    index = pq.read_table(out / "index.parquet").to_pylist()
+    assert [row["item"] for row in index] == list(range(44))
+    for row in index:
+        if row["status"] == "failed":
+            continue
+        group = row["backend"] or "local"
+        assert row["shard"].startswith(f"{group}-")
+        assert (row["path"] == "local") == (group == "local")
+        tensors = safetensors.torch.load_file(out / "shards" / f"{row['shard']}.safetensors")
+        assert tensors["grid_thws"].prod(1).sum() == len(tensors["pixel_values"])
+        assert tensors["grid_thws"][row["row"]].tolist() == [row["grid_t"], row["grid_h"], row["grid_w"]]
+    assert {row["id"]: row["error_code"] for row in index}["bad.npy"] == "bad_features"
+    local = {row["id"]: row for row in index if row["path"] == "local" and row["status"] == "ok"}
+    assert set(local) == {"a.safetensors", "b.npy", "b-again"}
+    assert local["b.npy"]["patch_start"] == local["b-again"]["patch_start"]
+    assert local["b.npy"]["content_hash"].startswith("sha256:")
+    # Whatever path an item takes, its bytes are those of the CPU backend.
+    pixels = {row["item"]: row["checksum"] for row in index if row["path"] == "deferred" and row["status"] == "ok"}
+    one = tmp_path / "one"
+    text = three_paths.read_text().replace('"backend": "gpu"', '"backend": "cpu"')
+    (three_paths.parent / "one.jsonl").write_text(text)
+    encode(three_paths.parent / "one.jsonl", one, dtype=dtype)
+    for row in pq.read_table(one / "index.parquet").to_pylist():
+        assert pixels.get(row["item"], row["checksum"]) == row["checksum"]
+
+
+def test_the_gpu_backends_shards_are_the_cpu_backends(mixed: Path, tmp_path: Path) -> None:
+    for backend in ("cpu", "gpu"):
+        encode(mixed, tmp_path / backend, backend=backend, device="cpu", workers=2, shard_size=3_000_000)
+    shards = sorted((tmp_path / "cpu" / "shards").glob("*.safetensors"))
+    assert len(shards) > 2
+    for path in shards:
+        twin = tmp_path / "gpu" / "shards" / path.name.replace("cpu-", "gpu-")
+        left, right = (safetensors.numpy.load_file(each) for each in (path, twin))
+        assert left["pixel_values"].tobytes() == right["pixel_values"].tobytes()
+        assert left["grid_thws"].tobytes() == right["grid_thws"].tobytes()
+
+
+def test_batches_and_workers_change_no_byte_of_the_gpu_backend(three_paths: Path, tmp_path: Path) -> None:
+    trees = []
+    for workers, batch_bytes in ((1, 1), (8, 50_000), (2, 1 << 30)):
+        out = tmp_path / f"{workers}"
+        encode(three_paths, out, backend="gpu", device="cpu", workers=workers, batch_bytes=batch_bytes)
+        trees.append(tree(out))
+    assert trees[0] == trees[1] == trees[2]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device here")
+def test_a_missing_device_is_said_before_any_work(three_paths: Path, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="--device cpu runs the same kernels") as caught:
+        encode(three_paths, tmp_path / "out")
+    assert caught.value.problems[0].where == f"{three_paths}:3"
+    with pytest.raises(InputError, match="--backend gpu"):
+        encode(three_paths, tmp_path / "out", backend="gpu", device="cuda:3")
+    assert not (tmp_path / "out").exists()
+
+
+def test_grids_that_the_merge_does_not_divide_are_named(tmp_path: Path) -> None:
+    rows = [
+        {"id": "a", "features": "a.npy", "grid_thw": [1, 3, 4]},
+        {"id": "b", "features": "b.npy", "grid_thw": [1, 4, 5]},
+    ]
+    with pytest.raises(InputError, match="that 2 divides") as caught:
+        encode(write_manifest(tmp_path / "m.jsonl", rows), tmp_path / "out")
+    assert [problem.where[-1] for problem in caught.value.problems] == ["1", "2"]
 
 
 def test_no_config_is_said_with_the_places_looked_at(tmp_path: Path) -> None:

@@ -1,0 +1,146 @@
+"""All that can be wrong before any work: the settings of a run, the config and the manifest, reported together."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, Protocol
+
+import pyarrow.compute as pc
+
+from kimik3_prep.config import PreprocessorConfig, find_config, load_config
+from kimik3_prep.devices import auto_backend, find_devices
+from kimik3_prep.errors import InputError, Problem
+from kimik3_prep.images import DEFAULT_MAX_PIXELS
+from kimik3_prep.manifest import Manifest, read_manifest, scheme
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What `encode` was asked to do. `_facts` says which of these decide output bytes; the others never do."""
+
+    manifest: str
+    output: Path
+    config: str | None = None
+    backend: Literal["auto", "cpu", "gpu"] = "auto"
+    dtype: str = "float32"
+    device: str | None = None
+    batch_bytes: int = 256 << 20
+    shard_size: int = 512 << 20
+    workers: int = 1
+    dedupe: bool = True
+    limit: int | None = None
+    max_pixels: int = DEFAULT_MAX_PIXELS
+    on_error: Literal["record", "fail"] = "record"
+    max_failures: int | None = None
+    overwrite: bool = False
+
+
+class Reporter(Protocol):
+    """Who watches a run. `advance` is called from several threads."""
+
+    def warn(self, problem: Problem) -> None:
+        """Something to know that stops nothing."""
+
+    def phase(self, name: str, total: int) -> None:
+        """A stage of `total` images begins."""
+
+    def advance(self, images: int, pixels: int, size: int, failed: int) -> None:
+        """So many images more are done: their source pixels, their stored bytes, how many failed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Checked:
+    """Input without problems. backend: for rows that choose none. devices: for gpu shards; empty without any."""
+
+    config: PreprocessorConfig
+    manifest: Manifest
+    backend: str
+    devices: tuple[str, ...]
+
+
+def default_output(manifest: str) -> Path:
+    """`<manifest stem>-features` in the working directory."""
+    name = "manifest" if manifest == "-" else Path(manifest).name.removesuffix(".gz")
+    return Path(f"{Path(name).stem}-features")
+
+
+def default_workers() -> int:
+    """One image thread a processor this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def check(settings: Settings, reporter: Reporter) -> Checked:
+    """Read config and manifest. Raises InputError with the problems of both; warnings go to the reporter."""
+    problems: list[Problem] = []
+    total = 0
+    config = manifest = None
+    backend = auto_backend() if settings.backend == "auto" else settings.backend
+    devices: tuple[str, ...] = ()
+    try:
+        beside = None if settings.manifest == "-" else Path(settings.manifest).resolve().parent
+        config, warnings = load_config(find_config(settings.config, beside))
+        for warning in warnings:
+            reporter.warn(warning)
+    except InputError as error:
+        problems += error.problems
+        total += error.total
+    try:
+        manifest = read_manifest(settings.manifest, settings.limit)
+        found = [*_unknown_protocols(manifest), *(_odd_grids(manifest, config) if config else [])]
+        problems += found
+        total += len(found)
+        if asks := _who_asks_for_a_device(settings, manifest, backend):
+            devices = find_devices(settings.device, asks)
+    except InputError as error:
+        problems += error.problems
+        total += error.total
+    if config is None or manifest is None or problems:
+        raise InputError(problems, total)
+    return Checked(config, manifest, backend, devices)
+
+
+def _who_asks_for_a_device(settings: Settings, manifest: Manifest, backend: str) -> str | None:
+    """Where the first wish for the gpu backend stands; None when no item will use it."""
+    items = manifest.items
+    deferred = pc.equal(items["path"], "deferred")
+    rows = items.filter(pc.and_(deferred, pc.equal(pc.fill_null(items["backend"], backend), "gpu")))
+    if not rows.num_rows:
+        return None
+    first = rows["line"][0].as_py() if rows["backend"][0].is_valid else None
+    return f"--backend {settings.backend}" if first is None else f"{manifest.name}:{first}"
+
+
+def _odd_grids(manifest: Manifest, config: PreprocessorConfig) -> Iterator[Problem]:
+    """Grids of locally preprocessed rows that the merge does not divide."""
+    items = manifest.items.select(["path", "line", "grid_thw"])
+    merge = config.merge_size
+    for row in items.filter(pc.equal(items["path"], "local")).to_pylist():
+        if any(side % merge for side in row["grid_thw"][1:]):
+            what = f"grid_thw is {row['grid_thw']}"
+            yield Problem(f"{manifest.name}:{row['line']}", what, f"rows and columns that {merge} divides")
+
+
+def _unknown_protocols(manifest: Manifest) -> Iterator[Problem]:
+    """URL schemes that nothing here can read, each named once."""
+    seen: set[str] = set()
+    for batch in manifest.items.select(["image", "line"]).to_batches():
+        for image, line in zip(batch["image"].to_pylist(), batch["line"].to_pylist(), strict=True):
+            protocol = scheme(image)
+            if protocol is not None and protocol not in seen:
+                seen.add(protocol)
+                yield from _protocol_problem(protocol, f"{manifest.name}:{line}")
+
+
+def _protocol_problem(protocol: str, where: str) -> Iterator[Problem]:
+    import fsspec
+
+    try:
+        fsspec.get_filesystem_class(protocol)
+    except ValueError:
+        yield Problem(where, f"{protocol}:// is no protocol fsspec knows", "a path, a data: URL, s3://, https://, …")
+    except ImportError as error:
+        extra = "pip install 'kimik3-prep[s3]'" if protocol in ("s3", "s3a") else str(error)
+        yield Problem(where, f"{protocol}:// needs a package that is not installed", hint=extra)

@@ -1,0 +1,96 @@
+"""errors.py: what the errors say, their exit codes, and that they survive the way from a worker process."""
+
+from __future__ import annotations
+
+import pickle
+from typing import get_args
+
+import pytest
+
+from kimik3_prep import errors
+from kimik3_prep.errors import (
+    InputError,
+    ItemError,
+    ItemErrorCode,
+    PlanMismatch,
+    PrepError,
+    Problem,
+    RunError,
+    TooManyFailures,
+)
+
+ONE = Problem("m.jsonl:3", 'backend is "cuda"', '"gpu" or "cpu"', 'was "gpu" meant?')
+TWO = Problem("m.jsonl:5", "the row names no image")
+
+
+@pytest.mark.parametrize(
+    ("problem", "sentence"),
+    [
+        (ONE, 'm.jsonl:3: backend is "cuda"; expected "gpu" or "cpu" (was "gpu" meant?)'),
+        (TWO, "m.jsonl:5: the row names no image"),
+        (Problem("f", "w", hint="h"), "f: w (h)"),
+        (Problem("f", "w", "e", severity="warning"), "f: w; expected e"),
+    ],
+)
+def test_a_problem_is_one_sentence(problem: Problem, sentence: str) -> None:
+    assert str(problem) == sentence
+
+
+def test_a_problem_as_json() -> None:
+    assert TWO.as_dict() == {
+        **{"where": "m.jsonl:5", "what": "the row names no image"},
+        **{"expected": "", "hint": "", "severity": "error"},
+    }
+
+
+def test_an_input_error_lists_every_problem() -> None:
+    assert str(InputError([ONE, TWO])).splitlines() == ["2 problems found before any work:", f"  {ONE}", f"  {TWO}"]
+    assert str(InputError(iter([TWO]))).splitlines() == ["1 problem found before any work:", f"  {TWO}"]
+
+
+def test_problems_that_were_only_counted_are_told() -> None:
+    error = InputError([ONE, TWO], 12345)
+    assert (error.problems, error.total) == ((ONE, TWO), 12345)
+    lines = str(error).splitlines()
+    assert (lines[0], lines[-1]) == ("12,345 problems found before any work:", "  … and 12,343 more")
+    assert InputError([ONE, TWO]).total == 2
+
+
+@pytest.mark.parametrize(
+    ("error", "exit_code"),
+    [
+        (PrepError("x"), 3),
+        (InputError([ONE]), 2),
+        (PlanMismatch([ONE]), 2),
+        (RunError("the disk is full"), 3),
+        (TooManyFailures("3 items failed"), 3),
+        (ItemError("truncated", "the data ends early"), 3),
+    ],
+)
+def test_exit_codes_and_pickling(error: PrepError, exit_code: int) -> None:
+    assert error.exit_code == exit_code
+    again = pickle.loads(pickle.dumps(error))
+    assert (type(again), str(again), vars(again)) == (type(error), str(error), vars(error))
+
+
+def test_pickling_keeps_the_count() -> None:
+    again = pickle.loads(pickle.dumps(PlanMismatch([ONE, TWO], 500)))
+    assert (type(again), again.problems, again.total) == (PlanMismatch, (ONE, TWO), 500)
+
+
+def test_an_item_error_has_a_code_and_a_sentence() -> None:
+    error = ItemError("not_found", "there is no such file")
+    assert (error.code, error.message, str(error)) == (
+        *("not_found", "there is no such file"),
+        "not_found: there is no such file",
+    )
+    codes = get_args(ItemErrorCode)
+    assert len(codes) == len(set(codes))
+    assert all(code == code.lower() and code.replace("_", "").isalpha() for code in codes)
+
+
+def test_the_hierarchy_is_the_one_the_docstring_draws() -> None:
+    classes = {name for name, value in vars(errors).items() if isinstance(value, type) and issubclass(value, Exception)}
+    drawn = (errors.__doc__ or "").replace("│", " ").replace("├──", " ").replace("└──", " ")
+    assert classes == {line.split()[0] for line in drawn.splitlines() if line.startswith("    ")}
+    assert all(issubclass(vars(errors)[name], PrepError) for name in classes)

@@ -1,0 +1,520 @@
+"""store.py: what lies on disk column by column, when it counts as done, and whose files are whose."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from conftest import write_manifest
+
+from kimik3_prep import disk, store
+from kimik3_prep.errors import InputError, ItemError, PlanMismatch, RunError
+from kimik3_prep.grid import GridRule
+from kimik3_prep.manifest import read_manifest
+from kimik3_prep.plan import PLAN_SCHEMA, Headers, find_spans, fingerprint, make_plan, split_shards
+from kimik3_prep.shards import METADATA_KEY
+from kimik3_prep.store import (
+    FORMAT,
+    INDEX_SCHEMA,
+    Layout,
+    Outcome,
+    Stored,
+    clear_output,
+    index_table,
+    open_run,
+    read_index,
+    read_plan,
+    read_run,
+    write_index,
+    write_plan,
+    write_shard_index,
+)
+
+FACTS: dict[str, Any] = {
+    "config": {"patch_size": 14, "image_mean": [0.5, 0.5, 0.5], "background": {"pattern": "chessboard", "gray": 180}},
+    "decoders": {"pillow": "13.0.0", "webp": "1.6.0"},
+    "dtype": "float32",
+    "limit": None,
+}
+VERSIONS = {"torch": "2.13.0"}
+
+
+@pytest.fixture
+def layout(tmp_path: Path) -> Layout:
+    """An output folder that is not there yet."""
+    return Layout(tmp_path / "out")
+
+
+def tree(root: Path) -> dict[str, str]:
+    """The digest of every file below a folder."""
+    files = sorted(path for path in root.rglob("*") if path.is_file())
+    return {str(path.relative_to(root)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+
+
+def planned(
+    folder: Path, rows: list[dict[str, Any]], shard_patches: int = 1000, fail: Collection[int] = ()
+) -> pa.Table:
+    """The plan of a manifest whose rows give their sizes; the rows in `fail` failed while planning."""
+    folder.mkdir(exist_ok=True)
+    manifest = read_manifest(str(write_manifest(folder / "m.jsonl", rows)))
+    spans = find_spans(manifest.items, manifest.base, "cpu", True)
+    headers = Headers(len(spans.first_row))
+    for span, row in enumerate(spans.first_row):
+        headers.width[span] = headers.height[span] = rows[row].get("width", 0)
+        if row in fail:
+            headers.error_code[span], headers.error_message[span] = "not_found", "gone"
+    return make_plan(manifest.items, spans, headers, GridRule(14, 2, 65536, 512), shard_patches)
+
+
+def item(image: str, size: int = 28, **more: Any) -> dict[str, Any]:
+    return {"id": more.pop("id", image), "image": image, "width": size, "height": size, **more}
+
+
+def stored(row: int, patch_start: int = 0) -> Stored:
+    return Stored(row, patch_start, "RGB", "PNG", 6, "sha256:" + "0" * 64, "ab" * 16)
+
+
+def commit(layout: Layout, plan: pa.Table) -> tuple[list[str], list[pa.Table]]:
+    """Commit every shard of a plan, with every image stored; gives what `write_index` takes."""
+    names: list[str] = []
+    failed: list[pa.Table] = []
+    for name, rows in split_shards(iter([plan])):
+        if name is None:
+            failed.append(index_table(rows, {}))
+            continue
+        outcomes: dict[int, Outcome] = {row: stored(row) for row in rows["row"].to_pylist()}
+        write_shard_index(layout, name, index_table(rows, outcomes), {"format": FORMAT})
+        names.append(name)
+    return names, failed
+
+
+# --- schemas ------------------------------------------------------------------------------------------------------
+
+
+def test_the_columns_of_an_index() -> None:
+    """A public interface: people read these by name, and by position. Change README and FORMAT with them."""
+    text, number = "string", "int64"
+    assert {field.name: str(field.type) for field in INDEX_SCHEMA} == {
+        **{"item": number, "line": number, "id": text, "image": text, "path": text, "backend": text},
+        **{"status": text, "error_code": text, "error_message": text},
+        **{"shard": text, "row": number, "patch_start": number, "patch_count": number},
+        **{"grid_t": number, "grid_h": number, "grid_w": number, "num_tokens": number},
+        **{"width": number, "height": number, "new_width": number, "new_height": number},
+        **{"pad_width": number, "pad_height": number},
+        **{"mode": text, "format": text, "exif_orientation": number, "content_hash": text, "checksum": text},
+        "extra": text,
+    }
+    assert " ".join(INDEX_SCHEMA.names) == (
+        "item line id image path backend status error_code error_message shard row patch_start patch_count "
+        "grid_t grid_h grid_w num_tokens width height new_width new_height pad_width pad_height "
+        "mode format exif_orientation content_hash checksum extra"
+    )
+
+
+def test_the_columns_of_a_plan() -> None:
+    text, large, number = "string", "large_string", "int64"
+    assert [(field.name, str(field.type)) for field in PLAN_SCHEMA] == [
+        *[("item", number), ("line", number), ("id", large), ("image", large), ("path", text), ("backend", text)],
+        *[("content_hash", text), ("width", number), ("height", number), ("extra", large), ("group", text)],
+        *[("mode", text), ("format", text), ("source_size", number), ("source_mtime_ns", number)],
+        *[("new_width", number), ("new_height", number), ("pad_width", number), ("pad_height", number)],
+        *[("grid_h", number), ("grid_w", number), ("num_tokens", number)],
+        *[("shard", text), ("row", number), ("patch_start", number), ("patch_count", number)],
+        *[("error_code", text), ("error_message", text)],
+    ]
+
+
+def test_files_have_the_schemas_and_the_same_bytes_each_time(tmp_path: Path) -> None:
+    rows = [item(f"{i % 7}.png", 28 * (1 + i % 7), id=str(i), note=i) for i in range(40)] + [{"image": "gone"}]
+    trees = []
+    for name in ("one", "two"):
+        layout = Layout(tmp_path / name / "out")
+        plan = planned(tmp_path / name, rows, 50, fail=[40])
+        open_run(layout, FACTS, VERSIONS, overwrite=False)
+        write_plan(layout, plan)
+        # In another order and cut into other pieces: neither may be seen in the bytes.
+        names, failed = commit(layout, plan if name == "one" else pa.concat_tables([plan.slice(0, 9), plan.slice(9)]))
+        write_index(layout, names, failed, {"format": FORMAT, "dtype": "float32"})
+        trees.append(tree(layout.root))
+    assert trees[0] == trees[1]
+    assert pq.read_schema(layout.plan).equals(PLAN_SCHEMA, check_metadata=False)
+    for path in (layout.index, layout.shard_index(names[0])):
+        assert pq.read_schema(path).equals(INDEX_SCHEMA, check_metadata=False)
+    assert json.loads(pq.read_schema(layout.index).metadata[METADATA_KEY.encode()])["dtype"] == "float32"
+    assert json.loads(pq.read_schema(layout.shard_index(names[0])).metadata[METADATA_KEY.encode()])["shard"] == names[0]
+
+
+# --- the run record -----------------------------------------------------------------------------------------------
+
+
+def test_a_new_run_writes_its_record(layout: Layout) -> None:
+    open_run(layout, FACTS, VERSIONS, overwrite=False)
+    assert os.listdir(layout.root) == ["run.json"]
+    record = read_run(layout)
+    assert record == {"format": 1, "fingerprint": fingerprint(FACTS), "facts": FACTS, "versions": VERSIONS}
+    assert layout.run.read_text().endswith("}\n")
+
+
+def test_the_same_settings_resume_and_other_versions_are_no_other_settings(layout: Layout) -> None:
+    open_run(layout, FACTS, VERSIONS, overwrite=False)
+    (layout.root / "notes.txt").write_text("mine")  # somebody's own file is no reason to refuse a run of ours
+    before = tree(layout.root)
+    open_run(layout, json.loads(json.dumps(FACTS)), {"torch": "3"}, overwrite=False)
+    assert tree(layout.root) == before
+
+
+def test_a_run_that_was_killed_while_writing_its_record_starts_anew(layout: Layout) -> None:
+    layout.root.mkdir()
+    (layout.root / "run.json.tmp").write_text('{"form')
+    open_run(layout, FACTS, VERSIONS, overwrite=False)
+    assert os.listdir(layout.root) == ["run.json"]
+
+
+def test_other_settings_are_named_each_with_old_and_new(layout: Layout) -> None:
+    open_run(layout, FACTS, VERSIONS, overwrite=False)
+    before = tree(layout.root)
+    other = json.loads(json.dumps(FACTS))
+    other["config"]["image_mean"] = [0.48, 0.45, 0.4]
+    other["config"]["background"]["gray"] = 200
+    other["decoders"] = {"pillow": "12.3.0", "avif": "1.3.0"}
+    other["dtype"], other["limit"] = "uint8", 5
+    with pytest.raises(PlanMismatch) as caught:
+        open_run(layout, other, VERSIONS, overwrite=False)
+    said = {problem.where.rpartition(": ")[2]: problem.what for problem in caught.value.problems}
+    start = "this run was started with "
+    assert said == {
+        "config.background.gray": f"{start}180, now it is 200",
+        "config.image_mean": f"{start}[0.5, 0.5, 0.5], now it is [0.48, 0.45, 0.4]",
+        "decoders.avif": f"{start}None, now it is '1.3.0'",
+        "decoders.pillow": f"{start}'13.0.0', now it is '12.3.0'",
+        "decoders.webp": f"{start}'1.6.0', now it is None",
+        "dtype": f"{start}'float32', now it is 'uint8'",
+        "limit": f"{start}None, now it is 5",
+    }
+    assert all("--overwrite" in problem.hint for problem in caught.value.problems)
+    assert tree(layout.root) == before
+
+
+def test_a_setting_that_became_a_table_is_named_whole(layout: Layout) -> None:
+    open_run(layout, {"config": {"background": None}}, {}, overwrite=False)
+    with pytest.raises(PlanMismatch, match=r"config\.background: this run was started with None, now it is \{"):
+        open_run(layout, {"config": {"background": {"pattern": "white"}}}, {}, overwrite=False)
+
+
+@pytest.mark.parametrize("name", ["photo.jpg", "index.parquet", "plan.parquet", "shards", ".hidden"])
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_a_folder_of_somebody_elses_is_refused_and_untouched(layout: Layout, name: str, overwrite: bool) -> None:
+    """Even under our own names: without run.json nothing says that the files are ours, or what is in them."""
+    (layout.root / "shards").mkdir(parents=True) if name == "shards" else layout.root.mkdir()
+    path = layout.root / name / "cpu-00000.parquet" if name == "shards" else layout.root / name
+    path.write_text("precious")
+    with pytest.raises(InputError, match="choose another --output") as caught:
+        open_run(layout, FACTS, VERSIONS, overwrite)
+    assert name in str(caught.value)
+    assert path.read_text() == "precious"
+    assert sum(1 for found in layout.root.rglob("*") if found.is_file()) == 1
+
+
+@pytest.mark.parametrize("below", ["", "sub", "sub/deeper"])
+def test_a_file_in_the_way(tmp_path: Path, below: str) -> None:
+    (tmp_path / "out").write_text("precious")
+    with pytest.raises(InputError, match="out: is a file"):
+        open_run(Layout(tmp_path / "out" / below), FACTS, VERSIONS, overwrite=True)
+    assert (tmp_path / "out").read_text() == "precious"
+
+
+RECORD = {"format": 1, "fingerprint": fingerprint(FACTS), "facts": FACTS, "versions": VERSIONS}
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ("", "not a run record: "),
+        ('{"format": 1, "fac', "not a run record: not JSON"),
+        ('{"format": NaN}', "NaN is not JSON"),
+        ("\xff\xfe", "not a run record"),
+        ("[" * 100_000, "not a run record"),
+        ("[1]", "not a run record of kimik3-prep"),
+        ('{"name": "my project"}', "not a run record of kimik3-prep"),
+        ('{"format": 1}', "not a run record of kimik3-prep"),
+        (json.dumps({**RECORD, "facts": []}), "not a run record of kimik3-prep"),
+        (json.dumps({**RECORD, "format": 2}), r"format 2; expected format 1 \(use the version of kimik3-prep"),
+        (json.dumps({**RECORD, "facts": {**FACTS, "dtype": "uint8"}}), "changed by hand"),
+    ],
+)
+def test_a_record_that_is_not_one_is_said_and_kept(layout: Layout, content: str, words: str) -> None:
+    layout.root.mkdir()
+    layout.run.write_bytes(content.encode("latin-1"))
+    for overwrite in (False, True):
+        with pytest.raises(InputError, match=words):
+            open_run(layout, FACTS, VERSIONS, overwrite)
+    assert layout.run.read_bytes() == content.encode("latin-1")
+
+
+def test_a_folder_named_run_json_is_said(layout: Layout) -> None:
+    layout.run.mkdir(parents=True)
+    with pytest.raises(InputError, match="cannot be read: Is a directory"):
+        read_run(layout)
+
+
+def test_overwrite_removes_our_files_and_keeps_the_others(layout: Layout) -> None:
+    open_run(layout, FACTS, VERSIONS, overwrite=False)
+    layout.shards.mkdir()
+    ours = ["index.parquet", "plan.parquet", "plan.parquet.tmp", "shards/cpu-00000.safetensors"]
+    ours += ["shards/cpu-00000.parquet", "shards/gpu-123456.safetensors.tmp", "shards/local-00001.parquet"]
+    others = ["notes.txt", "shards/notes.txt", "shards/cpu-0.parquet", "shards/cpu-00000.parquet.bak"]
+    for name in ours + others:
+        (layout.root / name).write_text(name)
+    open_run(layout, {"dtype": "uint8"}, VERSIONS, overwrite=True)
+    assert sorted(tree(layout.root)) == sorted([*others, "run.json"])
+    record = read_run(layout)
+    assert record is not None
+    assert record["facts"] == {"dtype": "uint8"}
+
+
+def test_clearing_is_in_an_order_that_a_kill_cannot_turn_into_a_lie(
+    layout: Layout, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    open_run(layout, FACTS, VERSIONS, overwrite=False)
+    commit(layout, planned(layout.root.parent / "set", [item("a.png"), item("b.png")], 4))
+    for name in ("cpu-00000", "cpu-00001"):
+        layout.shard(name).touch()
+    layout.plan.touch()
+    layout.index.touch()
+    removed: list[str] = []
+    unlink = Path.unlink
+
+    def watched(path: Path, missing_ok: bool = False) -> None:
+        if path.exists():
+            removed.append(path.name)
+        unlink(path, missing_ok)
+
+    monkeypatch.setattr(Path, "unlink", watched)
+    clear_output(layout)
+    assert removed[0] == "index.parquet"
+    assert {name.rpartition(".")[2] for name in removed[1:3]} == {"parquet"}
+    assert {name.rpartition(".")[2] for name in removed[3:5]} == {"safetensors"}
+    assert removed[5:] == ["plan.parquet", "run.json"]
+    assert os.listdir(layout.root) == []
+
+
+def test_shards_that_are_kept_on_another_disk_can_be_overwritten(layout: Layout, tmp_path: Path) -> None:
+    open_run(layout, FACTS, VERSIONS, overwrite=False)
+    (tmp_path / "disk").mkdir()
+    layout.shards.symlink_to(tmp_path / "disk")
+    layout.shard("cpu-00000").touch()
+    open_run(layout, FACTS, VERSIONS, overwrite=True)
+    assert os.listdir(tmp_path / "disk") == []
+    assert layout.shards.is_symlink()
+
+
+# --- plan ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_plan_comes_back_in_pieces_of_bounded_size(
+    layout: Layout, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(store, "_ROW_GROUP", 16)
+    plan = planned(tmp_path / "set", [item(f"{i % 30}.png", id=str(i), tag="é") for i in range(50)])
+    write_plan(layout, plan)
+    parts = list(read_plan(layout))
+    assert [part.num_rows for part in parts] == [16, 16, 16, 2]
+    assert all(part.schema == PLAN_SCHEMA for part in parts)
+    assert pa.concat_tables(parts).equals(plan)
+
+
+@pytest.mark.parametrize("content", [b"", b"PAR1", b"not parquet at all"])
+def test_a_plan_that_cannot_be_read_is_said(layout: Layout, content: bytes) -> None:
+    layout.root.mkdir()
+    layout.plan.write_bytes(content)
+    with pytest.raises(InputError, match=r"plan\.parquet: not a plan of kimik3-prep: .*--overwrite"):
+        list(read_plan(layout))
+
+
+def test_a_plan_with_other_columns_is_said(layout: Layout) -> None:
+    layout.root.mkdir()
+    pq.write_table(pa.table({"caption": ["a"]}), layout.plan)
+    with pytest.raises(InputError, match="not a plan of kimik3-prep"):
+        list(read_plan(layout))
+
+
+# --- indexes ------------------------------------------------------------------------------------------------------
+
+
+def test_index_rows_of_stored_and_failed_images(tmp_path: Path) -> None:
+    rows = [item("a.png", 56, caption="x"), item("b.png"), item("gone.png", 28), item("a.png", 56, id="again")]
+    plan = planned(tmp_path, rows, fail=[2])
+    (name, shard), (none, lost) = split_shards(iter([plan]))
+    assert (name, none) == ("cpu-00000", None)
+    table = index_table(shard, {0: ItemError("truncated", "ends early"), 1: stored(0, 0)})
+    assert table.schema == INDEX_SCHEMA
+    a, again, b = table.to_pylist()
+    promised = {"item": 0, "line": 1, "id": "a.png", "image": "a.png", "path": "deferred", "backend": "cpu"}
+    failure = {"status": "failed", "error_code": "truncated", "error_message": "ends early"}
+    known = {"width": 56, "height": 56, "extra": '{"caption":"x"}'}
+    assert a == {**dict.fromkeys(INDEX_SCHEMA.names), **promised, **failure, **known}
+    assert (again["id"], again["line"], again["error_code"]) == ("again", 4, "truncated")  # a repeat fails with it
+    assert b == {
+        **{"item": 1, "line": 2, "id": "b.png", "image": "b.png", "path": "deferred", "backend": "cpu"},
+        **{"status": "ok", "error_code": None, "error_message": None},
+        # The place is the outcome's, not the plan's: the failed image before it was closed up.
+        **{"shard": "cpu-00000", "row": 0, "patch_start": 0, "patch_count": 4},
+        **{"grid_t": 1, "grid_h": 2, "grid_w": 2, "num_tokens": 1, "width": 28, "height": 28},
+        **{"new_width": 28, "new_height": 28, "pad_width": 0, "pad_height": 0},
+        **{"mode": "RGB", "format": "PNG", "exif_orientation": 6},
+        **{"content_hash": "sha256:" + "0" * 64, "checksum": "ab" * 16, "extra": None},
+    }
+    (gone,) = index_table(lost, {}).to_pylist()
+    assert (gone["status"], gone["error_code"], gone["error_message"]) == ("failed", "not_found", "gone")
+    assert gone["shard"] is gone["row"] is gone["patch_count"] is gone["grid_t"] is gone["num_tokens"] is None
+
+
+def test_repeats_of_one_image_share_its_place_and_keep_their_own_words(tmp_path: Path) -> None:
+    rows = [item("a.png", id="1", q="what?"), item("b.png", id="2"), item("./a.png", id="3", q="who?")]
+    ((_, shard),) = split_shards(iter([planned(tmp_path, rows)]))
+    found = index_table(shard, {0: stored(0), 1: stored(1, 4)}).to_pylist()
+    places = {row["id"]: (row["row"], row["patch_start"], row["image"], row["extra"]) for row in found}
+    assert places == {
+        "1": (0, 0, "a.png", '{"q":"what?"}'),
+        "2": (1, 4, "b.png", None),
+        "3": (0, 0, "./a.png", '{"q":"who?"}'),
+    }
+
+
+def test_data_urls_are_shortened_and_alike_ones_stay_apart(tmp_path: Path) -> None:
+    urls = ["data:image/png;base64," + letter * 100_000 for letter in "AB"]
+    ((_, shard),) = split_shards(iter([planned(tmp_path, [item(url, id=url[-1]) for url in urls])]))
+    images = index_table(shard, {0: stored(0), 1: stored(1)})["image"].to_pylist()
+    digests = [hashlib.sha256(url.encode()).hexdigest()[:32] for url in urls]
+    assert images == [f"data:image/png;base64,sha256-{digest}" for digest in digests]
+
+
+def test_any_id_is_only_text(layout: Layout, tmp_path: Path) -> None:
+    ids = ["__metadata__", "pixel_values", "../../etc/passwd", "a/b", "\x00\x1b[2J", "🐈\n", "x" * 100_000, "NULL"]
+    plan = planned(tmp_path / "set", [item(f"{i}.png", id=name) for i, name in enumerate(ids)])
+    names, failed = commit(layout, plan)
+    write_index(layout, names, failed, {})
+    assert read_index(layout.index)["id"].to_pylist() == ids
+    assert sorted(tree(layout.root)) == ["index.parquet", "shards/cpu-00000.parquet"]
+
+
+def test_the_index_commits_a_shard_and_only_beside_it(layout: Layout, tmp_path: Path) -> None:
+    plan = planned(tmp_path / "set", [item("a.png")])
+    assert not layout.committed("cpu-00000")
+    assert layout.committed_shards() == []
+    layout.shards.mkdir(parents=True)
+    layout.shard("cpu-00000").touch()
+    assert not layout.committed("cpu-00000")
+    commit(layout, plan)
+    assert layout.committed("cpu-00000")
+    (layout.shards / "model.safetensors").touch()
+    (layout.shards / "model.parquet").touch()
+    assert layout.committed_shards() == [layout.shard("cpu-00000")]
+    layout.shard("cpu-00000").unlink()  # an index alone does not make a shard
+    assert not layout.committed("cpu-00000")
+
+
+def test_an_index_that_could_not_be_written_commits_nothing(
+    layout: Layout, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(path: Path) -> None:
+        raise OSError(28, "No space left on device")
+
+    layout.shards.mkdir(parents=True)
+    layout.shard("cpu-00000").touch()
+    monkeypatch.setattr(disk, "sync", fail)
+    with pytest.raises(RunError, match="No space left on device"):
+        commit(layout, planned(tmp_path / "set", [item("a.png")]))
+    assert not layout.committed("cpu-00000")
+    assert os.listdir(layout.shards) == ["cpu-00000.safetensors"]
+
+
+def test_the_index_is_in_manifest_order_over_groups_shards_and_failures(layout: Layout, tmp_path: Path) -> None:
+    random = np.random.default_rng(0)
+    rows: list[dict[str, Any]] = []
+    for i in range(200):
+        kind = random.integers(4)
+        if kind == 0:
+            rows.append({"id": str(i), "features": f"{i}.npy", "grid_thw": [1, 2, 2]})
+        else:
+            rows.append(item(f"{i % 90}.png", id=str(i), backend=["cpu", "gpu"][kind % 2]))
+    plan = planned(tmp_path / "set", rows, 40, fail=range(0, 200, 7))
+    names, failed = commit(layout, plan)
+    assert {name.partition("-")[0] for name in names} == {"cpu", "gpu", "local"}
+    write_index(layout, reversed(names), failed, {})
+    index = read_index(layout.index)
+    assert index["item"].to_pylist() == list(range(200))
+    assert index["line"].to_pylist() == list(range(1, 201))
+    assert index["id"].to_pylist() == [row["id"] for row in rows]
+    assert {row["backend"] for row in index.to_pylist() if row["path"] == "local"} == {None}
+
+
+def test_an_index_of_failures_alone_and_of_nothing(layout: Layout, tmp_path: Path) -> None:
+    plan = planned(tmp_path / "set", [item("a.png"), item("b.png")], fail=[0, 1])
+    names, failed = commit(layout, plan)
+    assert names == []
+    write_index(layout, names, failed, {})
+    assert read_index(layout.index)["status"].to_pylist() == ["failed", "failed"]
+    write_index(layout, [], [], {})
+    assert read_index(layout.index).num_rows == 0
+
+
+def test_merging_many_shards_takes_memory_for_their_rows_only(
+    layout: Layout, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(store, "_ROW_GROUP", 1000)
+    monkeypatch.setattr(disk, "sync", lambda path: None)
+    rows = [item(f"{i}.png", id=str(i), backend=["cpu", "gpu"][i % 2], text="x" * 500) for i in range(6000)]
+    names, failed = commit(layout, planned(tmp_path / "set", rows, 80))
+    assert len(names) == 300
+    size = sum(read_index(layout.shard_index(name)).nbytes for name in names)
+    default = pa.default_memory_pool()
+    pool = pa.proxy_memory_pool(default)
+    pa.set_memory_pool(pool)
+    try:
+        write_index(layout, names, failed, {})
+    finally:
+        pa.set_memory_pool(default)
+    assert 0 < pool.max_memory() < 4 * size
+    with pq.ParquetFile(layout.index) as file:
+        assert [file.metadata.row_group(n).num_rows for n in range(file.num_row_groups)] == [1000] * 6
+        assert file.read(["item"])["item"].to_pylist() == list(range(6000))
+
+
+def test_columns_of_an_index(layout: Layout, tmp_path: Path) -> None:
+    names, failed = commit(layout, planned(tmp_path / "set", [item("a.png")]))
+    write_index(layout, names, failed, {})
+    assert read_index(layout.index, ["status", "id"]).column_names == ["status", "id"]
+
+
+@pytest.mark.parametrize(
+    ("table", "words"),
+    [
+        (pa.table({"id": ["a"], "label": [1]}), "it has no column 'row'"),
+        (pa.table({"id": ["a"], "row": ["1"]}), "its column 'row' is string, not int64"),
+        (pa.table({"id": ["a"], "row": [1]}).replace_schema_metadata({"kimik3_prep": '{"format":2}'}), "format is 2"),
+        (pa.table({"id": ["a"], "row": [1]}).replace_schema_metadata({"kimik3_prep": "[1"}), "not an index"),
+    ],
+)
+def test_a_parquet_file_of_somebody_elses_is_no_index(tmp_path: Path, table: pa.Table, words: str) -> None:
+    path = tmp_path / "a.parquet"
+    pq.write_table(table, path)
+    with pytest.raises(InputError, match=words):
+        read_index(path, ["id", "row"])
+
+
+@pytest.mark.parametrize("content", [b"", b"PAR1PAR1", b"x" * 1000])
+def test_what_is_no_parquet_file_is_no_index(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "a.parquet").write_bytes(content)
+    with pytest.raises(InputError, match=r"a\.parquet: not an index of kimik3-prep"):
+        read_index(tmp_path / "a.parquet")
+    with pytest.raises(InputError, match="No such file"):
+        read_index(tmp_path / "b.parquet")
