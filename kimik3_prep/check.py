@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, Protocol
 
@@ -14,7 +14,7 @@ from kimik3_prep.config import PreprocessorConfig, find_config, load_config
 from kimik3_prep.devices import auto_backend, find_devices
 from kimik3_prep.errors import InputError, Problem
 from kimik3_prep.images import DEFAULT_MAX_PIXELS
-from kimik3_prep.manifest import Manifest, read_manifest, scheme
+from kimik3_prep.manifest import ITEM_SCHEMA, Manifest, read_manifest, scheme
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +59,10 @@ class Checked:
     manifest: Manifest
     backend: str
     devices: tuple[str, ...]
+
+    def without_items(self) -> Checked:
+        """The same without the manifest's rows, which may take up much memory."""
+        return replace(self, manifest=replace(self.manifest, items=ITEM_SCHEMA.empty_table()))
 
 
 def default_output(manifest: str) -> Path:

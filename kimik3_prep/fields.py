@@ -258,7 +258,7 @@ def kind(value: Any) -> str:
 
 
 def _near(row: dict[str, Any], keys: tuple[str, ...]) -> str:
-    for key in row:
-        if near := difflib.get_close_matches(key.lower(), keys, 1, 0.6):
+    for key, value in row.items():
+        if value is not None and (near := difflib.get_close_matches(key.lower(), keys, 1, 0.6)):
             return f'was "{near[0]}" meant by "{key[:80]}"?'
     return ""

@@ -123,6 +123,7 @@ def prepare(settings: Settings, reporter: Reporter) -> RunSummary:
         return summarize(layout, skipped=-1)
     if not layout.plan.is_file():
         write_plan(layout, plan(settings, checked, reporter))
+    checked = checked.without_items()  # the plan is read from disk from here on, a piece at a time
     skipped = _fill(settings, checked, layout, facts, reporter)
     _merge(layout, _metadata(facts))
     return summarize(layout, skipped)

@@ -16,9 +16,11 @@ import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 from pyarrow import parquet
@@ -66,19 +68,11 @@ INDEX_SCHEMA = pa.schema(
 )
 
 #: Null for a failed item: it has no place in a shard and no tokens.
-_PLACE = (
-    "shard",
-    "patch_count",
-    "grid_h",
-    "grid_w",
-    "num_tokens",
-    "new_width",
-    "new_height",
-    "pad_width",
-    "pad_height",
-)
+_PLACE = {"shard", "patch_count", "grid_h", "grid_w", "num_tokens"} | {
+    *("new_width", "new_height", "pad_width", "pad_height")
+}
 _ROW_GROUP = 65_536
-_WIDE = {pa.string(): pa.large_string()}
+_AT_ONCE = 16_384  # index rows that are Python objects at a time: one image may have a million rows
 
 _OURS = re.compile(r"(cpu|gpu|local)-\d{5,}\.(safetensors|parquet)(\.tmp)?")
 _OURS_IN_ROOT = ("index.parquet", "plan.parquet", "run.json")
@@ -269,6 +263,11 @@ def _one_line(error: Exception) -> str:
 
 def index_table(rows: pa.Table, outcomes: Mapping[int, Outcome]) -> pa.Table:
     """Index rows for plan rows. `outcomes` by planned row of the shard; rows without one failed while planning."""
+    parts = (rows.slice(begin, _AT_ONCE) for begin in range(0, rows.num_rows, _AT_ONCE))
+    return pa.concat_tables([INDEX_SCHEMA.empty_table(), *(_index_part(part, outcomes) for part in parts)])
+
+
+def _index_part(rows: pa.Table, outcomes: Mapping[int, Outcome]) -> pa.Table:
     result = [outcomes.get(row) if row is not None else None for row in rows["row"].to_pylist()]
     stored = [outcome if isinstance(outcome, Stored) else None for outcome in result]
     failed = pa.array([outcome is None for outcome in stored])
@@ -332,19 +331,38 @@ def _unlike_an_index(schema: pa.Schema, wanted: Iterable[str]) -> str:
     return "" if version == FORMAT else f"its format is {version!r}, this version reads format {FORMAT}"
 
 
-def write_index(layout: Layout, names: Iterable[str], failed: Sequence[pa.Table], metadata: Mapping[str, Any]) -> None:
-    """Merge the shard indexes and the rows that failed while planning into `index.parquet`, in manifest order."""
-    # Ids, captions and the like of all rows may be more than the 2 GiB that one Arrow string array can hold.
-    wide = pa.schema([field.with_type(_WIDE.get(field.type, field.type)) for field in INDEX_SCHEMA])
-    parts = [read_index(layout.shard_index(name)).replace_schema_metadata(None) for name in names]
-    table = pa.concat_tables([wide.empty_table(), *(part.cast(wide) for part in [*parts, *failed])])
-    table = table.combine_chunks()  # taking from thousands of chunks would walk all of them each time
-    order = pc.sort_indices(table["item"])
+def write_index(layout: Layout, shards: Iterable[str], failed: Sequence[pa.Table], metadata: Mapping[str, Any]) -> None:
+    """Merge the shard indexes and the rows that failed while planning into `index.parquet`, in manifest order.
+
+    Only the order of all rows is held at once; the rows themselves come from the shard indexes a window at a time.
+    """
+
+    names = list(shards)
+
+    @lru_cache(maxsize=256)
+    def part(number: int) -> pa.Table:
+        if number >= len(names):
+            return failed[number - len(names)]
+        return read_index(layout.shard_index(names[number])).replace_schema_metadata(None)
+
+    columns = [read_index(layout.shard_index(name), ["item"])["item"] for name in names]
+    items = [column.to_numpy() for column in (*columns, *(table["item"] for table in failed))]
+    lengths = np.array([len(numbers) for numbers in items], np.int64)
+    starts = np.cumsum(lengths) - lengths
+    order = np.argsort(np.concatenate([np.zeros(0, np.int64), *items]), kind="stable")
     schema = INDEX_SCHEMA.with_metadata({METADATA_KEY: canonical_json(metadata)})
 
     def write(path: Path) -> None:
         with parquet.ParquetWriter(path, schema, compression="zstd") as writer:
-            for begin in range(0, max(1, table.num_rows), _ROW_GROUP):
-                writer.write_table(table.take(order.slice(begin, _ROW_GROUP)).cast(schema))
+            for begin in range(0, max(1, len(order)), _ROW_GROUP):
+                rows = order[begin : begin + _ROW_GROUP]
+                by_part = np.sort(rows)  # rows of one part stand together in this numbering
+                owner = np.searchsorted(starts, by_part, "right") - 1
+                pieces = [
+                    part(int(number)).take(pa.array(by_part[owner == number] - starts[number]))
+                    for number in np.unique(owner)
+                ]
+                window = pa.concat_tables([INDEX_SCHEMA.empty_table(), *pieces])
+                writer.write_table(window.take(pa.array(np.searchsorted(by_part, rows))).cast(schema))
 
     write_whole(layout.index, write)

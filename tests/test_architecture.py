@@ -107,7 +107,12 @@ def test_imports_point_down(module: str) -> None:
     ],
 )
 def test_an_import_that_points_up_is_found(source: str, found: list[str]) -> None:
-    assert upward("plan" if "images" not in source else "images", ast.parse(source)) == found
+    assert upward("plan", ast.parse(source)) == found
+
+
+def test_on_one_floor_the_order_counts() -> None:
+    assert upward("shards", ast.parse("from kimik3_prep.store import Layout")) == ["store"]
+    assert upward("store", ast.parse("from kimik3_prep.shards import Shard")) == []
 
 
 def table(heading: str) -> list[list[str]]:

@@ -172,7 +172,9 @@ def test_the_table_of_a_background_shows_its_defaults(bench: Bench) -> None:
 
 
 def test_the_table_shows_a_value_as_it_is_read_and_a_wrong_one_as_it_stands(bench: Bench) -> None:
-    rows = table(bench, nested(merge_kernel_size=[2, 2], patch_size=True, transparent_bg_config="x"))
+    wrong = {"patch_size": True, "transparent_bg_config": "x", "transparent_bg_fill_stage": "afterresize"}
+    rows = table(bench, nested(merge_kernel_size=[2, 2], **wrong))
+    assert rows["transparent_bg_fill_stage"] == ("afterresize", "after_resize", "file")
     assert rows["merge_kernel_size"] == (2, 2, "file")
     assert rows["patch_size"] == (True, 14, "file")
     assert rows["transparent_bg_config"] == ("x", BOARD, "file")
@@ -352,11 +354,12 @@ def test_the_deepest_file_that_is_read_can_be_mended(bench: Bench, tmp_path: Pat
     assert diagnose(tmp_path / "fixed.json").problems == ()
 
 
-def test_a_disk_that_fills_up_leaves_no_half_config(bench: Bench, tmp_path: Path) -> None:
-    bench(nested(patch_size=ABSENT, x="y" * 50_000))
+@pytest.mark.parametrize("size", [0, 50_000])
+def test_a_disk_that_fills_up_leaves_no_half_config(bench: Bench, tmp_path: Path, size: int) -> None:
+    bench(nested(patch_size=ABSENT, x="y" * size))
     script = (
         "import resource, sys; from pathlib import Path; from kimik3_prep.config import diagnose, write_fixed_copy\n"
-        "resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (400, 400))\n"
         "write_fixed_copy(diagnose(Path(sys.argv[1])), Path(sys.argv[2]))\n"
     )
     command = [sys.executable, "-c", script, str(bench.path), str(tmp_path / "fixed.json")]

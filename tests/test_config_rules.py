@@ -133,6 +133,7 @@ def test_no_key_at_all_is_all_missing(bench: Bench) -> None:
 def test_a_near_miss_of_a_missing_key(bench: Bench, wrong: str, key: str) -> None:
     problem = bench.only(nested(**{key: ABSENT, wrong: PUBLISHED[key]}))
     assert f'was "{wrong}" meant to be {key}?' in problem.hint
+    assert "meant" not in bench.only(nested(patch_limit_on_one_side=ABSENT, patch_sizes=14)).hint  # patch_size is there
     assert bench(nested(**{wrong: PUBLISHED[key]})).problems == ()  # nothing is missing: an extra key, legal
 
 
@@ -211,6 +212,9 @@ def test_the_path_of_a_flat_key(bench: Bench) -> None:
 def test_sides_whose_square_would_overflow(bench: Bench) -> None:
     assert bench.only(nested(patch_size=4097, patch_limit_on_one_side=2)).expected == "at most 4096"
     assert bench(nested(patch_size=4096, patch_limit_on_one_side=2)).problems == ()
+    problem = bench.only(nested(patch_size=4096, patch_limit_on_one_side=2**20))
+    assert problem.expected == "a side of at most 2147483647 pixels"
+    assert bench(nested(patch_size=2048, patch_limit_on_one_side=2**20 - 2)).problems == ()
 
 
 def test_merge_as_a_pair(bench: Bench) -> None:
@@ -247,9 +251,19 @@ def test_mean_and_std_as_one_number(bench: Bench, key: str) -> None:
     assert bench.only(nested(**{key: 0.4})).hint == "write [0.4, 0.4, 0.4]"
 
 
-@pytest.mark.parametrize("value", [[0, 1, 1], [0.5, -0.5, 0.5], [1e-320, 1, 1]])
-def test_std_is_above_zero(bench: Bench, value: Any) -> None:
-    assert bench.only(nested(image_std=value)).where == "media_proc_cfg.image_std"
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        ([0, 1, 1], "numbers above zero"),
+        ([0.5, -0.5, 0.5], "numbers above zero"),
+        ([1e-320, 1, 1], "numbers that one can divide by in float32"),
+        ([1e31, 1, 1], "numbers for pixels from 0 to 1"),
+    ],
+)
+def test_std_is_above_zero(bench: Bench, value: Any, expected: str) -> None:
+    problem = bench.only(nested(image_std=value))
+    assert (problem.where, problem.expected) == ("media_proc_cfg.image_std", expected)
+    assert problem.hint == "the published value is [0.5, 0.5, 0.5]"
 
 
 def test_features_stay_finite_in_float32(bench: Bench) -> None:

@@ -1,4 +1,4 @@
-"""Strict JSON: what is refused, and that the place named is the place meant."""
+"""strict_json.py: what is refused, and that the place named is the place meant."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ import math
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kimik3_prep.strict_json import JsonProblem, parse, parse_line
+from kimik3_prep.strict_json import JsonProblem, parse, parse_line, show
 
 MAX_DEPTH = 200
 TOO_DEEP = f"more than {MAX_DEPTH} deep"
@@ -38,15 +38,49 @@ def test_good_json_is_read_as_python_reads_it(value: Any, ascii_only: bool, inde
     assert parse_line(content, "m:1") == value
 
 
-@given(st.binary(max_size=40) | TEXT.map(str.encode) | st.text(alphabet='{}[]",:\\ud8DNa1e9\n ').map(str.encode))
-def test_any_bytes_are_a_value_or_a_problem(content: bytes) -> None:
+def standard(content: bytes) -> tuple[Any] | None:
+    """What Python's reader gives for a text that is also fine for the standard, in a tuple; None for any other."""
+    repeated = False
+
+    def watch(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        nonlocal repeated
+        repeated = repeated or len(dict(pairs)) < len(pairs)
+        return dict(pairs)
+
     try:
-        value = parse(content, "f.json")
-    except JsonProblem:
-        assert refused(content)[0].startswith("f.json")
-        assert refused(content)[1].isprintable()
-        return
-    assert json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
+        value = json.loads(content.decode("utf-8-sig"), object_pairs_hook=watch)
+        json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
+    except ValueError:
+        return None
+    return None if repeated else (value,)
+
+
+PIECES = st.sampled_from(
+    [
+        *['{"a":', '"b":', '{"', "[", "]", "}", ",", ":", '"', '"a"', "\\ud83d", "\\ude00", "\\", "NaN", "-Infinity"],
+        *["1e999", "-0", "1.5", "7", "true", "null", " ", "\n", "\t", "é", "\ufeff", "//", "'"],
+    ]
+)
+
+
+@settings(max_examples=1000)
+@given(
+    st.binary(max_size=40)
+    | TEXT.map(str.encode)
+    | st.lists(PIECES, max_size=14).map(lambda pieces: "".join(pieces).encode())
+    | st.tuples(VALUES.map(json.dumps), st.integers(0, 60), PIECES).map(lambda t: (t[0][: t[1]] + t[2]).encode())
+)
+def test_any_bytes_are_pythons_value_or_a_problem(content: bytes) -> None:
+    expected = standard(content)
+    for read in (parse, parse_line):
+        try:
+            found = (read(content, "f.json"),)
+        except JsonProblem as error:
+            found, problem = None, error.problem
+        assert repr(found) == repr(expected)
+        if found is None:
+            assert problem.where.startswith("f.json")
+            assert str(problem).isprintable()
 
 
 @pytest.mark.parametrize(
@@ -70,9 +104,15 @@ def test_any_bytes_are_a_value_or_a_problem(content: bytes) -> None:
         (b'{"a": True}', "1:7", "not JSON", "null, true and false"),
         (b'{"a": None}', "1:7", "not JSON", "null, true and false"),
         (b'{"a": 1', "1:8", "not JSON", "ends too early"),
-        (b'{"a": "x', "1:7", "not JSON: unterminated string", ""),
-        (b'["a\tb"]', "1:4", "not JSON: invalid control character", ""),
-        (b"{} {}", "1:4", "not JSON: extra data", ""),
+        (b'{"a": "x', "1:7", "not JSON: unterminated string", "closing quote"),
+        (b'["a\tb"]', "1:4", "not JSON: invalid control character", "\\t"),
+        (b"{} {}", "1:4", "not JSON: extra data", "one value"),
+        (b'{"a": 1 "b": 2}', "1:9", "not JSON: expecting ',' delimiter", "comma"),
+        (b'{"a" 1}', "1:6", "not JSON: expecting ':' delimiter", "colon"),
+        (b'["C:\\data"]', "1:5", "not JSON: invalid \\escape", "backslash"),
+        (b'{"a": {"b": 1}, "b": "a", "c": ["b", "b"],\n "d": "b", "e": NaN}', "2:17", "NaN", "finite"),
+        (b'{"' + b"k" * 500 + b'": 1, "' + b"k" * 500 + b'": 2}', "1:509", 'the key "kkk', "keep one"),
+        (b"[" + b"9" * 400 + b".5]", "1:2", "99… is too large", "ordinary"),
         (b"[01]", "1:3", "not JSON", ""),
         (b'\xef\xbb\xbf["\xc3\xa9", NaN]', "1:7", "NaN", "finite"),
         (b'{"a":\n "\xc3\xa9\xff"}', "2:4", "byte 0xff is not UTF-8", "save it as UTF-8"),
@@ -131,6 +171,20 @@ def test_one_line_gives_the_column_in_the_sentence() -> None:
         parse_line(b'{"a": NaN}', "manifest.jsonl:12")
     assert caught.value.problem.where == "manifest.jsonl:12"
     assert caught.value.problem.what == "NaN is not JSON, at column 7"
+
+
+def test_a_problem_in_a_line_is_told_without_line_breaks() -> None:
+    for content in (b'{"a": 1 "b"}', b'{"a\\n": 1, "a\\n": 2}', b'"\xff"', b'"\\ud800"', b"[" * 500 + b"]" * 500, b""):
+        with pytest.raises(JsonProblem) as caught:
+            parse_line(content, "m.jsonl:1")
+        assert caught.value.problem.where == "m.jsonl:1"
+        assert str(caught.value).isprintable()
+
+
+def test_a_value_is_shown_on_one_line_and_cut() -> None:
+    assert show({"a": ["é\n", None]}) == '{"a": ["\\u00e9\\n", null]}'
+    assert show("x" * 98) == '"' + "x" * 98 + '"'
+    assert show("x" * 99) == '"' + "x" * 89 + "…"
 
 
 def test_floats_keep_their_bits() -> None:
