@@ -14,10 +14,10 @@ from kimik3_prep.errors import Problem
 _DEEPEST = 200
 
 _STRING = r'"(?:[^"\\]++|\\.)*+"'
+_NUMBER = r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?"  # not a character more than Python's reader takes
 _BRACKETS = re.compile(rf"{_STRING}|[\[\]{{}}]", re.DOTALL)
 _TOKENS = re.compile(
-    rf"(?P<string>{_STRING})(?P<colon>\s*:)?|(?P<word>NaN|-?Infinity)|(?P<number>-?[0-9][0-9.eE+-]*)|[\[\]{{}}]",
-    re.DOTALL,
+    rf"(?P<string>{_STRING})(?P<colon>\s*:)?|(?P<word>NaN|-?Infinity)|(?P<number>{_NUMBER})|[\[\]{{}}]", re.DOTALL
 )
 _HALF = re.compile(r"[\ud800-\udfff]")
 
@@ -125,7 +125,7 @@ _HINTS = {
     "Expecting ',' delimiter": "is a comma missing before it?",
     "Expecting ':' delimiter": "a key and its value stand on either side of a colon",
     "Unterminated string starting at": "its closing quote is missing",
-    "Invalid \\escape: ": 'write a backslash as "\\\\"',
+    "Invalid \\escape": 'write a backslash as "\\\\"',
     "Invalid control character at": 'write a line break as "\\n" and a tab as "\\t"',
 }
 
@@ -145,7 +145,7 @@ def _problem(content: bytes, error: Exception, where: str, whole_file: bool) -> 
     if isinstance(error, json.JSONDecodeError):
         if not text.strip():
             return Problem(where, "there is nothing in it", "a JSON value")
-        cause = error.msg.removesuffix(": ").removesuffix(" at").removesuffix(" starting")
+        cause = error.msg.removesuffix(" at").removesuffix(" starting")
         what = f"not JSON: {cause[:1].lower()}{cause[1:]}"
         return _placed(text, error.pos, what, _syntax_hint(text, error), where, whole_file)
     at, what, hint = _refusal(text)
