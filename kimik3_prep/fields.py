@@ -52,6 +52,11 @@ class Report:
         if not self.full:
             self.problems.append(problem)
 
+    def add_first(self, problem: Problem) -> None:
+        """For what explains the others: it is kept however many there are."""
+        self.total += 1
+        self.problems = [problem, *self.problems[: MAX_PROBLEMS - 1]]
+
 
 class Item(NamedTuple):
     """One manifest row. See `ITEM_SCHEMA` for the fields, which have the same order."""

@@ -24,7 +24,7 @@ import numpy as np
 import pyarrow as pa
 
 from kimik3_prep import strict_json
-from kimik3_prep.errors import InputError
+from kimik3_prep.errors import InputError, Problem
 from kimik3_prep.fields import ID_KEYS, IMAGE_KEYS, JSON_VALUES, MAX_PROBLEMS, Item, Report, kind, read_item, show
 
 ITEM_SCHEMA = pa.schema(
@@ -86,7 +86,7 @@ def read_manifest(path: str, limit: int | None = None) -> Manifest:
             if len(rows) == _BATCH:
                 batches.append(_batch(rows))
     except (OSError, EOFError, UnicodeDecodeError, zlib.error, pa.ArrowException) as error:
-        report.add(f"{name}:{line}" if line else name, _cannot_read(error, line))
+        report.add_first(Problem(f"{name}:{line}" if line else name, _cannot_read(error, line)))
     batches.append(_batch(rows))
     items = pa.Table.from_batches(batches, ITEM_SCHEMA)
     _check_unique_ids(items, name, report)

@@ -6,6 +6,8 @@ the bytes with what the safetensors library writes.
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
 import mmap
 import os
@@ -17,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from kimik3_prep.disk import disk_errors, sync
-from kimik3_prep.errors import InputError, Problem
+from kimik3_prep.errors import InputError, Problem, RunError
 from kimik3_prep.plan import ITEM_BYTES, canonical_json
 
 #: Version of everything on disk; a reader refuses what it does not know.
@@ -73,10 +75,9 @@ class ShardWriter:
         size = self._data + patches * form.patch_bytes
         with disk_errors(path, size):
             path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = os.open(
-                self._temporary, os.O_RDWR | os.O_CREAT | os.O_TRUNC | getattr(os, "O_BINARY", 0), 0o666
-            )
+            self._file = _claim(self._temporary)
             try:
+                os.ftruncate(self._file, 0)
                 _reserve(self._file, size)
                 self._map = mmap.mmap(self._file, size)
             except BaseException:
@@ -132,6 +133,34 @@ class ShardWriter:
         self.__dict__.pop("_map", None)
         if "_file" in self.__dict__:
             os.close(self.__dict__.pop("_file"))
+
+
+def _claim(path: Path) -> int:
+    """Open a file for this run alone, which ends with the descriptor. Raises RunError where another run holds it.
+
+    Nothing is truncated before: a file that another process has mapped would end that process with a SIGBUS.
+    """
+    while True:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | getattr(os, "O_BINARY", 0), 0o666)
+        try:
+            _lock(descriptor)
+            if os.path.samestat(os.fstat(descriptor), os.stat(path)):
+                return descriptor
+        except BlockingIOError:
+            os.close(descriptor)
+            text = f"another run is writing {path}: wait until it has ended, or choose another --output"
+            raise RunError(text) from None
+        except FileNotFoundError:
+            pass
+        os.close(descriptor)  # its owner renamed or removed it in between: this is no longer the file of that name
+
+
+def _lock(descriptor: int) -> None:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):  # a file system without locks
+            raise
 
 
 def _reserve(descriptor: int, size: int) -> None:

@@ -46,18 +46,8 @@ INDEX_SCHEMA = pa.schema(
         ("error_message", pa.string()),
         ("shard", pa.string()),
         ("row", pa.int64()),  # row of the shard's grid_thws
-        ("patch_start", pa.int64()),
-        ("patch_count", pa.int64()),
-        ("grid_t", pa.int64()),
-        ("grid_h", pa.int64()),
-        ("grid_w", pa.int64()),
-        ("num_tokens", pa.int64()),
-        ("width", pa.int64()),  # original pixels
-        ("height", pa.int64()),
-        ("new_width", pa.int64()),
-        ("new_height", pa.int64()),
-        ("pad_width", pa.int64()),
-        ("pad_height", pa.int64()),
+        *[(name, pa.int64()) for name in ("patch_start", "patch_count", "grid_t", "grid_h", "grid_w", "num_tokens")],
+        *[(name, pa.int64()) for name in ("width", "height", "new_width", "new_height", "pad_width", "pad_height")],
         ("mode", pa.string()),
         ("format", pa.string()),
         ("exif_orientation", pa.int64()),
@@ -68,9 +58,8 @@ INDEX_SCHEMA = pa.schema(
 )
 
 #: Null for a failed item: it has no place in a shard and no tokens.
-_PLACE = {"shard", "patch_count", "grid_h", "grid_w", "num_tokens"} | {
-    *("new_width", "new_height", "pad_width", "pad_height")
-}
+_GRID = ("grid_h", "grid_w", "num_tokens", "new_width", "new_height", "pad_width", "pad_height")
+_PLACE = ("shard", "patch_count", *_GRID)
 _ROW_GROUP = 65_536
 _AT_ONCE = 16_384  # index rows that are Python objects at a time: one image may have a million rows
 
@@ -163,15 +152,13 @@ def open_run(layout: Layout, facts: dict[str, Any], versions: Mapping[str, str],
         text = json.dumps(record, indent=2, sort_keys=True, ensure_ascii=False) + "\n"
         write_whole(layout.run, lambda path: path.write_text(text, encoding="utf-8"))
         return
-    changed = list(_differences(record["facts"], facts))
+    hint = "use the same settings, another --output, or --overwrite to start anew"
+    changed = [
+        Problem(f"{layout.run}: {name}", f"this run was started with {old!r}, now it is {new!r}", hint=hint)
+        for name, old, new in _differences(record["facts"], facts)
+    ]
     if changed:
-        hint = "use the same settings, another --output, or --overwrite to start anew"
-        raise PlanMismatch(
-            [
-                Problem(f"{layout.run}: {name}", f"this run was started with {old!r}, now it is {new!r}", hint=hint)
-                for name, old, new in changed
-            ]
-        )
+        raise PlanMismatch(changed)
 
 
 def _differences(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
@@ -208,10 +195,7 @@ def read_run(layout: Layout) -> dict[str, Any] | None:
 
 
 def foreign_entries(layout: Layout) -> list[str]:
-    """Names in an output folder without a run record that a run which was killed at its start would not have left.
-
-    The record is written first and removed last, so its own unfinished copy is the only one.
-    """
+    """Names in a folder without a run record, but for that of a record whose writing was killed: it comes first."""
     if not layout.root.is_dir():
         return []
     return sorted(entry.name for entry in layout.root.iterdir() if entry.name != f"{layout.run.name}.tmp")
@@ -336,7 +320,6 @@ def write_index(layout: Layout, shards: Iterable[str], failed: Sequence[pa.Table
 
     Only the order of all rows is held at once; the rows themselves come from the shard indexes a window at a time.
     """
-
     names = list(shards)
 
     @lru_cache(maxsize=256)
@@ -347,8 +330,7 @@ def write_index(layout: Layout, shards: Iterable[str], failed: Sequence[pa.Table
 
     columns = [read_index(layout.shard_index(name), ["item"])["item"] for name in names]
     items = [column.to_numpy() for column in (*columns, *(table["item"] for table in failed))]
-    lengths = np.array([len(numbers) for numbers in items], np.int64)
-    starts = np.cumsum(lengths) - lengths
+    starts = np.cumsum([0, *map(len, items)])[:-1]
     order = np.argsort(np.concatenate([np.zeros(0, np.int64), *items]), kind="stable")
     schema = INDEX_SCHEMA.with_metadata({METADATA_KEY: canonical_json(metadata)})
 

@@ -15,7 +15,9 @@ _DEEPEST = 200
 
 _STRING = r'"(?:[^"\\]++|\\.)*+"'
 _NUMBER = r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?"  # not a character more than Python's reader takes
-_BRACKETS = re.compile(rf"{_STRING}|[\[\]{{}}]", re.DOTALL)
+_STRINGS = re.compile(_STRING.encode(), re.DOTALL)
+_SQUARE = bytes.maketrans(b"{}", b"[]")
+_NO_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
 _TOKENS = re.compile(
     rf"(?P<string>{_STRING})(?P<colon>\s*:)?|(?P<word>NaN|-?Infinity)|(?P<number>{_NUMBER})|[\[\]{{}}]", re.DOTALL
 )
@@ -74,7 +76,7 @@ def _parse(content: bytes, where: str, whole_file: bool) -> Any:
         value = _decode(text)
         if "\\u" in text:  # the only way half a character can get in; looking for one costs a second pass
             json.dumps(value, ensure_ascii=False).encode()
-        if len(text) > 2 * _DEEPEST and _too_deep(text):
+        if len(content) > 2 * _DEEPEST and _too_deep(content):
             raise RecursionError
         return value
     except (ValueError, RecursionError) as error:
@@ -105,18 +107,15 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 _decode = json.JSONDecoder(object_pairs_hook=_object, parse_constant=_constant, parse_float=_float).decode
 
 
-def _too_deep(text: str) -> bool:
-    if text.count("[") + text.count("{") <= _DEEPEST:
+def _too_deep(content: bytes) -> bool:
+    if content.count(b"[") + content.count(b"{") <= _DEEPEST:
         return False
-    depth = 0
-    for token in _BRACKETS.findall(text):
-        if token in ("[", "{"):
-            depth += 1
-            if depth > _DEEPEST:
-                return True
-        elif token in ("]", "}"):
-            depth -= 1
-    return False
+    brackets = _STRINGS.sub(b"", content).translate(_SQUARE, _NO_BRACKETS)
+    for _ in range(_DEEPEST):  # each round takes the innermost pairs away: quick for the many lists of a row of boxes
+        if not brackets:
+            return False
+        brackets = brackets.replace(b"[]", b"")
+    return bool(brackets)
 
 
 #: By Python's words, where nothing more telling is found at the place.

@@ -44,8 +44,12 @@ def print_json(value: Any) -> None:
     """One JSON document on stdout."""
     text = json.dumps(value, indent=2, ensure_ascii=not out.encoding.startswith("utf"), default=str)
     # What may stand in JSON may still be harmful to a terminal. Outside of strings there is none of it but newlines.
-    lines = (_HARMFUL.sub(lambda found: f"\\u{ord(found[0]):04x}", line) for line in text.split("\n"))
-    sys.stdout.write("\n".join(lines) + "\n")
+    text = _HARMFUL.sub(lambda found: "\n" if found[0] == "\n" else f"\\u{ord(found[0]):04x}", text)
+    try:
+        sys.stdout.write(text + "\n")
+        sys.stdout.flush()
+    except BrokenPipeError:  # the reader, `head` perhaps, has seen enough
+        out.on_broken_pipe()
 
 
 def harmless(text: str, most: int | None = None) -> str:
@@ -92,11 +96,9 @@ def print_fault(error: Exception) -> None:
     last = traceback.extract_tb(error.__traceback__)[-1]
     _say(err, f"{type(error).__name__}: {error}", "internal error: ")
     _say(err, f"    at {Path(last.filename).name}:{last.lineno}; committed shards stay valid. Please report this.")
-    if os.environ.get("KIMIK3_PREP_TRACEBACK"):
-        for line in "".join(traceback.format_exception(error)).splitlines():
-            _say(err, line)
-    else:
-        _say(err, "    KIMIK3_PREP_TRACEBACK=1 shows where it comes from")
+    lines = traceback.format_exception(error) if os.environ.get("KIMIK3_PREP_TRACEBACK") else []
+    for line in "".join(lines or "    KIMIK3_PREP_TRACEBACK=1 shows where it comes from").splitlines():
+        _say(err, line)
 
 
 def print_problem(problem: Problem) -> None:
@@ -244,9 +246,8 @@ def print_plan(summary: PlanSummary, dtype: str) -> None:
     print_histogram(summary.histogram)
 
 
-def print_histogram(bins: Iterable[tuple[int, int]]) -> None:
+def print_histogram(bins: Sequence[tuple[int, int]]) -> None:
     """Tokens per image, a line per power of two."""
-    bins = list(bins)
     if not (most := max((count for _, count in bins), default=0)):
         return
     _say(out, "", bold="tokens per image")
@@ -327,8 +328,7 @@ def _print_totals(found: dict[str, Any]) -> None:
     names = [name for name in ("status", "group", "mode", "format", "error_code") if found[f"by_{name}"]]
     counts = [", ".join(f"{key}: {count:,}" for key, count in found[f"by_{name}"].items()) for name in names]
     rows = [(name.replace("_", " "), count) for name, count in zip(names, counts, strict=True)]
-    title = f"{counted(found['rows'], 'item')}, {counted(found['num_tokens'], 'token')}"
-    _print_table(("by", "items"), rows, title)
+    _print_table(("by", "items"), rows, f"{counted(found['rows'], 'item')}, {counted(found['num_tokens'], 'token')}")
     for row in found["failures"]:
         _say(out, _failure(row["line"], row["id"], row["error_code"], row["error_message"]), "failed: ")
     if found["failures_not_shown"]:

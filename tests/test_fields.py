@@ -348,6 +348,9 @@ def test_a_report_keeps_the_first_problems_and_counts_all() -> None:
         report.add(f"m:{number}", "wrong")
     assert (report.total, len(report.problems)) == (MAX_PROBLEMS + 5, MAX_PROBLEMS)
     assert report.problems[-1].where == f"m:{MAX_PROBLEMS - 1}"
+    report.add_first(Problem("m", "why"))
+    assert (report.total, len(report.problems)) == (MAX_PROBLEMS + 6, MAX_PROBLEMS)
+    assert (report.problems[0].where, report.problems[-1].where) == ("m", f"m:{MAX_PROBLEMS - 2}")
 
 
 def test_values_in_messages_are_short_and_printable() -> None:

@@ -132,7 +132,7 @@ def test_only_a_line_feed_ends_a_line(tmp_path: Path) -> None:
         (b'{"image": "b.jpg"} // the second', ["column"]),
         (b"\x00" * 100, ["column"]),
         (b'{"image": "b.jpg", "n": ' + b"9" * 5000 + b"}", ["number"]),
-        (b'{"image": "b.jpg", "deep": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", ["nested"]),
+        (b'{"image": "b.jpg", "deep": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", ["deep"]),
     ],
 )
 def test_strict_json_names_the_line(tmp_path: Path, broken: bytes, words: list[str]) -> None:
@@ -149,7 +149,7 @@ def test_no_depth_of_nesting_is_a_crash(tmp_path: Path, depth: int) -> None:
     if depth < 200:
         assert read_manifest(path).items["extra"][0].as_py().count("{") == depth + 1
     else:
-        assert (problem_of(path).where, "nested" in problem_of(path).what) == (f"{path}:1", True)
+        assert (problem_of(path).where, "deep" in problem_of(path).what) == (f"{path}:1", True)
 
 
 @pytest.mark.parametrize(
@@ -236,11 +236,12 @@ def test_broken_gzip_names_the_last_line_read(tmp_path: Path) -> None:
     damaged[len(whole) // 2] ^= 0xFF
     for content in (whole[: len(whole) // 2], whole[:-4], bytes(damaged), whole + b"x"):
         path = saved(tmp_path, content)
-        problem = problems_of(path)[-1]
+        problem = problems_of(path)[0]  # before what the damage made of the rows
         assert int(places(path, [problem])[0]) > 1000
         assert problem.what.startswith("cannot read on after this line: ")
-    path = saved(tmp_path, b"\x1f\x8bnot gzip")
-    assert (problem_of(path).where, "cannot read the manifest" in problem_of(path).what) == (path, True)
+    for content in (b"\x1f\x8bnot gzip", whole[:10] + b"\xff" * 20, whole[:10]):
+        problem = problem_of(saved(tmp_path, content))
+        assert (problem.where, "cannot read the manifest" in problem.what) == (path, True)
 
 
 def test_many_rows_keep_their_order(tmp_path: Path) -> None:
@@ -275,15 +276,13 @@ def test_a_named_pipe_is_read(tmp_path: Path) -> None:
     assert places(str(pipe), problems)[0] == "5001"
 
 
-def test_parquet_from_a_pipe_is_refused_and_does_not_hang(tmp_path: Path) -> None:
-    path = saved_parquet(tmp_path, {"image": ["a.jpg"]})
-    pipe = tmp_path / "pipe"
-    os.mkfifo(pipe)
-    thread = threading.Thread(target=pipe.write_bytes, args=(Path(path).read_bytes(),))
-    thread.start()
-    problem = problem_of(str(pipe))
-    thread.join()
-    assert "Parquet" in problem.what
+def test_parquet_from_a_pipe_is_refused(tmp_path: Path) -> None:
+    reader, writer = os.pipe()
+    os.write(writer, Path(saved_parquet(tmp_path, {"image": ["a.jpg"]})).read_bytes())
+    os.close(writer)
+    problem = problem_of(f"/dev/fd/{reader}")
+    os.close(reader)
+    assert "it is Parquet" in problem.what
 
 
 # --- standard input -------------------------------------------------------------------------------------------------
@@ -482,7 +481,7 @@ def test_a_column_that_json_cannot_hold_is_one_problem(tmp_path: Path, values: A
 
 def test_pictures_inside_parquet_are_one_problem_with_the_way_out(tmp_path: Path) -> None:
     for picture in (b"\xff\xd8" * 1000, {"bytes": b"\xff\xd8" * 1000, "path": "a.jpg"}):
-        problem = problem_of(saved_parquet(tmp_path, {"image": [picture] * 3}))
+        problem = problem_of(saved_parquet(tmp_path, {"image": [picture] * 3, "id": [1, 2, 3]}))
         assert ('the column "image"' in problem.what, "path" in problem.hint) == (True, True)
 
 
@@ -512,7 +511,7 @@ def test_parquet_text_that_is_not_utf_8(tmp_path: Path) -> None:
     names = [b"%d.jpg" % i for i in range(5000)]
     names[4500] = b"\xff.jpg"
     broken = pa.array(names, pa.binary()).view(pa.string())
-    problem = problems_of(saved_parquet(tmp_path, {"image": broken}))[-1]
+    problem = problem_of(saved_parquet(tmp_path, {"image": broken}))
     assert "a text in rows 4097 to 5000 is not UTF-8" in problem.what
 
 

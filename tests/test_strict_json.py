@@ -113,6 +113,7 @@ def test_any_bytes_are_pythons_value_or_a_problem(content: bytes) -> None:
         (b'{"a": {"b": 1}, "b": "a", "c": ["b", "b"],\n "d": "b", "e": NaN}', "2:17", "NaN", "finite"),
         (b'{"' + b"k" * 500 + b'": 1, "' + b"k" * 500 + b'": 2}', "1:509", 'the key "kkk', "keep one"),
         (b"[" + b"9" * 400 + b".5]", "1:2", "99… is too large", "ordinary"),
+        (b"1e310+", "1:1", "1e310 is too large", "ordinary"),
         (b"[01]", "1:3", "not JSON", ""),
         (b'\xef\xbb\xbf["\xc3\xa9", NaN]', "1:7", "NaN", "finite"),
         (b'{"a":\n "\xc3\xa9\xff"}', "2:4", "byte 0xff is not UTF-8", "save it as UTF-8"),
@@ -153,12 +154,14 @@ def test_depth_is_limited_at_a_fixed_number(opening: bytes, closing: bytes) -> N
         return opening * depth + (b"1" if closing == b"}" else b"") + closing * depth
 
     parse(nested(MAX_DEPTH), "f.json")
+    parse(b"[{}, " + nested(MAX_DEPTH - 1) + b"]", "f.json")
+    assert TOO_DEEP in refused(b"[{}, " + nested(MAX_DEPTH) + b"]")[1]
     assert TOO_DEEP in refused(nested(MAX_DEPTH + 1))[1]
     assert TOO_DEEP in refused(opening * 100_000)[1]
 
 
 def test_many_brackets_side_by_side_are_not_deep() -> None:
-    rows = [[1, "]", "[[["]] * 1000
+    rows = [[1, "]", "[[["], {"a": [{}]}] * 1000
     assert parse(json.dumps(rows).encode(), "f.json") == rows
 
 

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import io
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -215,6 +218,12 @@ def test_markup_does_no_more_on_a_terminal(name: str, monkeypatch: pytest.Monkey
     assert "[red]a[/red] :cat: \\x1b[2J" in said
 
 
+def test_nor_does_what_a_command_prints_itself(capsys: Capture) -> None:
+    for console in (terminal.out, terminal.err):
+        console.print("[red]a[/red] :cat: " + "x" * 500)
+    assert capsys.readouterr() == ("[red]a[/red] :cat: " + "x" * 500 + "\n",) * 2
+
+
 @pytest.mark.parametrize("name", ["failures", "shard", "index", "output"])
 def test_a_very_long_id_fills_no_screen(name: str, capsys: Capture) -> None:
     PRINTERS[name]("猫" * 1_000_000)
@@ -245,6 +254,16 @@ def test_json_is_whole_and_harmless_in_every_encoding(encoding: str, monkeypatch
     assert json.loads(said) == {**value, "path": "a b"}
     assert harmless(said.replace("\n", "")) == said.replace("\n", "")
     assert ("猫" in said) is (encoding == "utf-8")
+
+
+def test_json_for_a_reader_that_has_gone() -> None:
+    code = "from kimik3_prep import terminal; terminal.print_json('x' * 1_000_000)"
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=-1, stderr=-1, env=environment)
+    with process as running:
+        running.stdout.close()  # type: ignore[union-attr]
+        assert running.stderr.read() == b""  # type: ignore[union-attr]
+    assert process.returncode == 1
 
 
 # --- progress -----------------------------------------------------------------------------------------------------
@@ -310,6 +329,7 @@ class Terminal(io.StringIO):
 
 
 def test_a_bar_on_a_terminal_and_only_there(monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
+    monkeypatch.setenv("COLUMNS", "120")
     monkeypatch.setenv("FORCE_COLOR", "1")  # asks for colours: a log of a build server must not be filled with bars
     with ProgressReporter(show=True) as reporter:
         reporter.phase("images", 2)
@@ -319,7 +339,6 @@ def test_a_bar_on_a_terminal_and_only_there(monkeypatch: pytest.MonkeyPatch, cap
     stream = Terminal()
     monkeypatch.setattr("sys.stderr", stream)
     monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setenv("COLUMNS", "120")
     with ProgressReporter(show=True) as reporter:
         reporter.phase("images", 2)
         reporter.advance(2, 2_000_000, 10, 1)
