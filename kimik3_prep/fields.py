@@ -45,9 +45,11 @@ class Report:
         return len(self.problems) == MAX_PROBLEMS
 
     def add(self, where: str, what: str, expected: str = "", hint: str = "") -> None:
+        """Note a problem in the words of `Problem`'s fields."""
         self.add_problem(Problem(where, what, expected, hint))
 
     def add_problem(self, problem: Problem) -> None:
+        """Note a problem; past the first `MAX_PROBLEMS` it is only counted."""
         self.total += 1
         if not self.full:
             self.problems.append(problem)

@@ -7,7 +7,9 @@ conversions, as it does there; everything after is arithmetic on 8-bit levels, a
 
 from __future__ import annotations
 
-import functools
+import math
+import sys
+from collections.abc import Iterator
 
 import numpy as np
 import numpy.typing as npt
@@ -27,6 +29,7 @@ TORCH_DTYPES = {
 }
 
 _BAND = 256  # image rows composited at a time, so that float temporaries stay small
+_BLOCK_BYTES = 512 << 10  # of one block of patches
 _FLAT = {"white": 255, "black": 0, "gray": 128}
 
 
@@ -35,8 +38,10 @@ def write_patches(image: Image.Image, grid: Grid, config: PreprocessorConfig, ou
 
     uint8 receives the levels before normalisation, the other dtypes the normalised values, rounded once to nearest.
     """
-    pixels = rgb_pixels(image, grid, config)
-    patchify(pixels, grid, config, out)
+    begin = 0
+    for block in PatchMaker(config, out.dtype).blocks(rgb_pixels(image, grid, config), grid):
+        out[begin : begin + len(block)] = block
+        begin += len(block)
 
 
 def rgb_pixels(image: Image.Image, grid: Grid, config: PreprocessorConfig) -> torch.Tensor:
@@ -100,42 +105,73 @@ def _view(image: Image.Image) -> torch.Tensor:
 # --- patches ------------------------------------------------------------------------------------------------------
 
 
-def patchify(pixels: torch.Tensor, grid: Grid, config: PreprocessorConfig, out: torch.Tensor) -> None:
-    """Cut uint8 `[h, w, >= 3]` pixels into `out` `[patches, 3, p, p]`, zero padded right and below, normalised.
+class PatchMaker:
+    """Cuts RGB pixels into normalised patches, a block at a time, in buffers it keeps: for one thread.
 
-    One row of patches at a time: its levels stay in the processor's cache between the cut and the normalisation.
+    A block and its levels stay in the processor's second cache between the steps, and memory that is used again costs
+    no page faults; both cost more than the arithmetic.
     """
-    levels = out if out.dtype == torch.uint8 else None
-    scratch = None if levels is not None else torch.empty((grid.cols, *out.shape[1:]), dtype=torch.uint8)
-    normalise = None if levels is not None else Normaliser.of(config, out.dtype)
-    for row in range(grid.rows):
-        target = out[row * grid.cols : (row + 1) * grid.cols]
-        if scratch is None or normalise is None:
-            _cut_row(pixels, row, target)
-        else:
-            _cut_row(pixels, row, scratch)
-            normalise(scratch, target)
+
+    def __init__(self, config: PreprocessorConfig, dtype: torch.dtype) -> None:
+        self._patch = config.patch_size
+        self._dtype = dtype
+        self._normalise = None if dtype == torch.uint8 else Normaliser(level_table(config), dtype)
+        self._buffers: dict[str, torch.Tensor] = {}
+
+    def blocks(self, pixels: torch.Tensor, grid: Grid) -> Iterator[torch.Tensor]:
+        """All patches of uint8 `[h, w, >= 3]` pixels in order, zero padded right and below.
+
+        Yields contiguous `[n, 3, p, p]` blocks of the storage dtype, each valid until the next is asked for.
+        """
+        patch, cols = self._patch, grid.cols
+        rows = max(1, min(grid.rows, _BLOCK_BYTES // (cols * 3 * patch * patch * self._dtype.itemsize)))
+        planes = self._buffer("planes", torch.uint8, 3, rows * patch, cols * patch).numpy()
+        spare = self._buffer("spare", torch.int32, rows * patch, pixels.shape[1]).numpy().view(np.uint32)
+        levels = self._buffer("levels", torch.uint8, rows * cols, 3, patch, patch)
+        values = levels if self._normalise is None else self._buffer("values", self._dtype, *levels.shape)
+        planes[:, :, pixels.shape[1] :] = 0
+        source = pixels.numpy()
+        for first in range(0, grid.rows, rows):
+            count = min(rows, grid.rows - first)
+            _separate(source[first * patch : (first + count) * patch], planes, spare)
+            _gather(planes[:, : count * patch], levels[: count * cols].numpy())
+            block = values[: count * cols]
+            if self._normalise is not None:
+                self._normalise(levels[: count * cols], block)
+            yield block
+
+    def _buffer(self, name: str, dtype: torch.dtype, *shape: int) -> torch.Tensor:
+        """A view of the buffer of that name, which grows where it is too small."""
+        size = math.prod(shape)
+        if name not in self._buffers or self._buffers[name].numel() < size:
+            self._buffers[name] = torch.empty(size, dtype=dtype)
+        return self._buffers[name][:size].view(shape)
 
 
-def _cut_row(pixels: torch.Tensor, row: int, out: torch.Tensor) -> None:
-    """One row of patches, uint8 `[cols, 3, p, p]`."""
-    width = pixels.shape[1]
-    patch = out.shape[-1]
-    band = pixels[row * patch : (row + 1) * patch, :, :3]
-    whole = width // patch
-    if band.shape[0] == patch:
-        out[:whole].copy_(band[:, : whole * patch].reshape(patch, whole, patch, 3).permute(1, 3, 0, 2))
-        if whole == out.shape[0]:
-            return
-        out[whole:].zero_()
-        if width > whole * patch:
-            rest = band[:, whole * patch :]
-            out[whole, :, :, : rest.shape[1]].copy_(rest.permute(2, 0, 1))
+def _separate(band: npt.NDArray[np.uint8], planes: npt.NDArray[np.uint8], spare: npt.NDArray[np.uint32]) -> None:
+    """Rows of pixels `[n, w, >= 3]` to one plane a channel, `[3, >= n, >= w]`; the missing rows become zeros."""
+    rows, width = band.shape[:2]
+    planes[:, rows:] = 0
+    target = planes[:, :rows, :width]
+    if band.shape[2] == 4 and band.flags.c_contiguous and sys.byteorder == "little":
+        # Whole pixels as integers: shifting and narrowing runs on vectors, picking every fourth byte does not.
+        whole = band.view(np.uint32)[..., 0]
+        np.copyto(target[0], whole, casting="unsafe")
+        for channel in (1, 2):
+            shifted = np.right_shift(whole, 8 * channel, out=spare[:rows])
+            np.copyto(target[channel], shifted, casting="unsafe")
         return
-    out.zero_()
-    full = torch.zeros((patch, out.shape[0] * patch, 3), dtype=torch.uint8)
-    full[: band.shape[0], :width].copy_(band)
-    out.copy_(full.view(patch, out.shape[0], patch, 3).permute(1, 3, 0, 2))
+    for channel in range(3):
+        target[channel] = band[..., channel]
+
+
+def _gather(planes: npt.NDArray[np.uint8], out: npt.NDArray[np.uint8]) -> None:
+    """Planes `[3, rows * p, cols * p]` to patches `[rows * cols, 3, p, p]`, a run of p bytes as one element."""
+    patch = out.shape[-1]
+    run = np.dtype((np.void, patch))
+    runs = planes.reshape(3, planes.shape[1] // patch, patch, -1, patch).view(run)[..., 0]
+    rows, cols = runs.shape[1], runs.shape[3]
+    out.reshape(rows, cols, 3, patch, patch).view(run)[..., 0] = runs.transpose(1, 3, 0, 2)
 
 
 def level_table(config: PreprocessorConfig) -> torch.Tensor:
@@ -156,15 +192,8 @@ class Normaliser:
 
     def __init__(self, table: torch.Tensor, dtype: torch.dtype) -> None:
         self._table = table.to(dtype)
-        straight = torch.empty(256)
-        torch.div(torch.arange(256, dtype=torch.uint8), 127.5, out=straight).sub_(1.0)
+        straight = torch.empty(256).copy_(torch.arange(256, dtype=torch.uint8)).div_(127.5).sub_(1.0)
         self._straight = all(torch.equal(channel, straight) for channel in table)
-
-    @staticmethod
-    @functools.lru_cache(maxsize=16)
-    def of(config: PreprocessorConfig, dtype: torch.dtype) -> Normaliser:
-        """The normaliser of a config and storage dtype."""
-        return Normaliser(level_table(config), dtype)
 
     def __call__(self, levels: torch.Tensor, out: torch.Tensor) -> None:
         """Write the values of uint8 `levels` `[n, 3, p, p]` into `out` of the same shape."""
@@ -173,9 +202,9 @@ class Normaliser:
                 index = levels[:, channel].flatten().to(torch.int32)
                 out[:, channel].copy_(self._table[channel].index_select(0, index).view(out[:, channel].shape))
         elif out.dtype == torch.float32:
-            torch.div(levels, 127.5, out=out).sub_(1.0)
+            out.copy_(levels).div_(127.5).sub_(1.0)
         else:
-            out.copy_(torch.div(levels, 127.5).sub_(1.0))
+            out.copy_(levels.to(torch.float32).div_(127.5).sub_(1.0))
 
 
 def lost_levels(config: PreprocessorConfig, dtype: str) -> int:

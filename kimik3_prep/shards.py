@@ -1,15 +1,12 @@
 """One shard file: `pixel_values` `[L, 3, p, p]` and `grid_thws` int64 `[n, 3]`, images one after the other.
 
-The layout is safetensors', written in place: the patches are computed straight into the mapped file. A test compares
-the bytes with what the safetensors library writes.
+The layout is safetensors', written piece by piece as the patches are made. A test compares the bytes with what the
+safetensors library writes.
 """
 
 from __future__ import annotations
 
-import errno
-import fcntl
 import json
-import mmap
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -18,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from kimik3_prep.disk import disk_errors, sync
+from kimik3_prep.disk import claim, disk_errors, sync
 from kimik3_prep.errors import InputError, Problem, RunError
 from kimik3_prep.plan import ITEM_BYTES, canonical_json
 
@@ -27,6 +24,8 @@ FORMAT = 1
 
 #: The one metadata key of a shard and of an index. Several keys would come out in random order.
 METADATA_KEY = "kimik3_prep"
+
+_MOVED_AT_ONCE = 8 << 20
 
 SAFETENSORS_DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16", "uint8": "U8"}
 
@@ -62,9 +61,10 @@ class ShardFormat:
 
 
 class ShardWriter:
-    """One shard being filled: a file of exactly the planned size, mapped into memory.
+    """One shard being filled, in any order and from several threads.
 
-    The space is reserved before it is mapped, so a full disk is a RunError here and never a SIGBUS in a worker.
+    Patches go straight into the file, each image's into its planned place. No buffer of the shard's size ever exists,
+    and a full disk is an error of the write that met it.
     """
 
     def __init__(self, path: Path, form: ShardFormat, images: int, patches: int) -> None:
@@ -72,23 +72,21 @@ class ShardWriter:
         self._temporary = path.with_name(path.name + ".tmp")
         self._form = form
         self._data = len(form.header(images, patches)) + images * 24  # where patches start
-        size = self._data + patches * form.patch_bytes
-        with disk_errors(path, size):
+        self._size = self._data + patches * form.patch_bytes
+        with disk_errors(path, self._size):
             path.parent.mkdir(parents=True, exist_ok=True)
             self._file = _claim(self._temporary)
             try:
                 os.ftruncate(self._file, 0)
-                _reserve(self._file, size)
-                self._map = mmap.mmap(self._file, size)
+                os.ftruncate(self._file, self._size)
             except BaseException:
                 self.abort()
                 raise
 
-    def patches(self, start: int, count: int) -> memoryview:
-        """The bytes of `count` patches from `start`, to be written in place."""
-        size = self._form.patch_bytes
-        begin = self._data + start * size
-        return memoryview(self._map)[begin : begin + count * size]
+    def write(self, start: int, patches: memoryview) -> None:
+        """Store whole patches, given as bytes, from patch `start` on. Raises RunError when the disk refuses."""
+        with disk_errors(self._path, self._size):
+            self._write(self._data + start * self._form.patch_bytes, patches)
 
     def finish(self, kept: Sequence[tuple[tuple[int, int, int], int, int]]) -> list[tuple[int, int]]:
         """Close the gaps that failed images left, write header and grids, make the file durable under its name.
@@ -102,17 +100,14 @@ class ShardWriter:
         size = self._form.patch_bytes
         placed: list[tuple[int, int]] = []
         next_patch = 0
-        for row, (_, start, count) in enumerate(kept):
-            source, target = self._data + start * size, data + next_patch * size
-            if source != target:  # only ever towards the front, so nothing unread is overwritten
-                self._map.move(target, source, count * size)
-            placed.append((row, next_patch))
-            next_patch += count
-        grids = np.array([thw for thw, _, _ in kept], dtype="<i8").reshape(-1, 3)
-        self._map[:data] = header + grids.tobytes()
         with disk_errors(self._path):
             try:
-                self._map.flush()
+                for row, (_, start, count) in enumerate(kept):
+                    self._move(self._data + start * size, data + next_patch * size, count * size)
+                    placed.append((row, next_patch))
+                    next_patch += count
+                grids = np.array([thw for thw, _, _ in kept], dtype="<i8").reshape(-1, 3)
+                self._write(0, memoryview(header + grids.tobytes()))
                 os.ftruncate(self._file, data + total * size)
                 os.fsync(self._file)
                 os.replace(self._temporary, self._path)
@@ -124,53 +119,35 @@ class ShardWriter:
         return placed
 
     def abort(self) -> None:
-        """Remove the unfinished file."""
+        """Remove the unfinished file. No thread may write any more."""
         self._close()
         self._temporary.unlink(missing_ok=True)
 
+    def _write(self, offset: int, content: memoryview) -> None:
+        content = content.cast("B")
+        while content:
+            written = os.pwrite(self._file, content, offset)  # may take less than it is given
+            content, offset = content[written:], offset + written
+
+    def _move(self, source: int, target: int, count: int) -> None:
+        """Move bytes of the file; only ever towards the front, so nothing unread is overwritten."""
+        if source == target:
+            return
+        for done in range(0, count, _MOVED_AT_ONCE):
+            part = os.pread(self._file, min(_MOVED_AT_ONCE, count - done), source + done)
+            self._write(target + done, memoryview(part))
+
     def _close(self) -> None:
-        # Not mmap.close(): a view that somebody still holds would make it raise. The last view frees the mapping.
-        self.__dict__.pop("_map", None)
         if "_file" in self.__dict__:
             os.close(self.__dict__.pop("_file"))
 
 
 def _claim(path: Path) -> int:
-    """Open a file for this run alone, which ends with the descriptor. Raises RunError where another run holds it.
-
-    Nothing is truncated before: a file that another process has mapped would end that process with a SIGBUS.
-    """
-    while True:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | getattr(os, "O_BINARY", 0), 0o666)
-        try:
-            _lock(descriptor)
-            if os.path.samestat(os.fstat(descriptor), os.stat(path)):
-                return descriptor
-        except BlockingIOError:
-            os.close(descriptor)
-            text = f"another run is writing {path}: wait until it has ended, or choose another --output"
-            raise RunError(text) from None
-        except FileNotFoundError:
-            pass
-        os.close(descriptor)  # its owner renamed or removed it in between: this is no longer the file of that name
-
-
-def _lock(descriptor: int) -> None:
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):  # a file system without locks
-            raise
-
-
-def _reserve(descriptor: int, size: int) -> None:
-    if hasattr(os, "posix_fallocate"):
-        os.posix_fallocate(descriptor, 0, size)
-        return
-    zeros = bytes(1 << 20)  # where nothing can be reserved, writing is the only proof of space
-    written = 0
-    while written < size:
-        written += os.write(descriptor, zeros[: size - written])  # may take less than it is given
+        return claim(path)
+    except BlockingIOError:
+        text = f"another run is writing {path}: wait until it has ended, or choose another --output"
+        raise RunError(text) from None
 
 
 @dataclass(frozen=True, slots=True)

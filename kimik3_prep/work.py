@@ -6,20 +6,21 @@ import functools
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable
-from concurrent.futures import Executor, Future
+from concurrent.futures import Executor, Future, wait
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 import xxhash
 
 from kimik3_prep.config import PreprocessorConfig
-from kimik3_prep.errors import ItemError
+from kimik3_prep.errors import ItemError, RunError
 from kimik3_prep.grid import GridRule
 from kimik3_prep.images import Decoded, Stamp, decode, foreign_errors, read_file
 from kimik3_prep.local import cast_features, read_features
 from kimik3_prep.manifest import resolve
-from kimik3_prep.pixels_cpu import TORCH_DTYPES, patchify, rgb_pixels
+from kimik3_prep.pixels_cpu import TORCH_DTYPES, PatchMaker, rgb_pixels
 from kimik3_prep.pixels_device import Batches, DeviceBackend, Upload, upload
 from kimik3_prep.plan import PlannedItem, ShardPlan
 from kimik3_prep.shards import ShardFormat, ShardWriter
@@ -142,12 +143,11 @@ def materialize_shard(job: ShardJob, images: Executor, control: Control) -> Shar
 def _fill_on_cpu(job: ShardJob, writer: ShardWriter, images: Executor, control: Control) -> dict[int, _Result]:
     """Decode, preprocess and normalise on the image threads."""
 
-    def prepare(item: PlannedItem, out: torch.Tensor) -> Decoded:
+    def prepare(item: PlannedItem) -> tuple[Decoded, Iterable[torch.Tensor]]:
         decoded = _decode(item, job)
         with foreign_errors():
             pixels = rgb_pixels(decoded.image, item.grid, job.config)
-        patchify(pixels, item.grid, job.config, out)
-        return decoded
+        return decoded, _patch_maker(job.config, job.dtype).blocks(pixels, item.grid)
 
     return _fill_each(job, writer, images, control, prepare)
 
@@ -155,12 +155,11 @@ def _fill_on_cpu(job: ShardJob, writer: ShardWriter, images: Executor, control: 
 def _fill_from_files(job: ShardJob, writer: ShardWriter, images: Executor, control: Control) -> dict[int, _Result]:
     """Copy what was preprocessed elsewhere, checked and in the run's dtype."""
 
-    def prepare(item: PlannedItem, out: torch.Tensor) -> str:
+    def prepare(item: PlannedItem) -> tuple[str, Iterable[torch.Tensor]]:
         content, content_hash = read_file(resolve(item.image, job.base))
         _check_hash(item, content_hash)
         values = read_features(content, item.grid.thw, job.config)
-        out.copy_(cast_features(values, job.config, job.dtype))
-        return content_hash
+        return content_hash, [cast_features(values, job.config, job.dtype)]
 
     return _fill_each(job, writer, images, control, prepare)
 
@@ -170,25 +169,31 @@ def _fill_each(
     writer: ShardWriter,
     images: Executor,
     control: Control,
-    prepare: Callable[[PlannedItem, torch.Tensor], Decoded | str],
+    prepare: Callable[[PlannedItem], tuple[Decoded | str, Iterable[torch.Tensor]]],
 ) -> dict[int, _Result]:
-    """Run `prepare` for every item into its own slice, on the image threads, in any order."""
+    """Run `prepare` for every item and store its patches, on the image threads, in any order."""
 
     def fill(item: PlannedItem) -> _Result:
         if control.stop.is_set():
             raise Stopped
         try:
-            with writer.patches(item.patch_start, item.patch_count) as view:
-                source = prepare(item, _tensor(view, item, job))
-                return _done(item, view, source, control)
+            source, blocks = prepare(item)
         except ItemError as error:
             return _failed(item, error, control)
+        return _store(item, source, blocks, writer, control)
 
-    return dict(zip((item.row for item in job.shard.items), images.map(fill, job.shard.items), strict=True))
+    futures = {item.row: images.submit(fill, item) for item in job.shard.items}
+    try:
+        return {row: future.result() for row, future in futures.items()}
+    except BaseException:
+        for future in futures.values():
+            future.cancel()
+        wait(futures.values())  # the file is about to be closed: nobody may still be writing to it
+        raise
 
 
 def _fill_on_device(job: ShardJob, writer: ShardWriter, images: Executor, control: Control) -> dict[int, _Result]:
-    """Decode on the image threads, batch by shape, compute on the device, copy straight into the shard."""
+    """Decode on the image threads, batch by shape, compute on the device, store as the batches come back."""
     results: dict[int, _Result] = {}
 
     def load(item: PlannedItem) -> tuple[Decoded, Upload]:
@@ -202,10 +207,8 @@ def _fill_on_device(job: ShardJob, writer: ShardWriter, images: Executor, contro
         item, decoded = tag
         if isinstance(patches, ItemError):
             results[item.row] = _failed(item, patches, control)
-            return
-        with writer.patches(item.patch_start, item.patch_count) as view:
-            _tensor(view, item, job).copy_(patches)
-            results[item.row] = _done(item, view, decoded, control)
+        else:
+            results[item.row] = _store(item, decoded, [patches.cpu()], writer, control)
 
     batches = Batches(_backend(job.device, job.config, job.dtype), job.batch_bytes, emit, control.note)
     for item, future in _ahead(images, load, job.shard.items):
@@ -240,18 +243,34 @@ def _backend(device: str, config: PreprocessorConfig, dtype: torch.dtype) -> Dev
 # --- what they share ----------------------------------------------------------------------------------------------
 
 
-def _tensor(view: memoryview, item: PlannedItem, job: ShardJob) -> torch.Tensor:
-    """A slice of the shard as `[patches, 3, p, p]`."""
-    patch = job.config.patch_size
-    return torch.frombuffer(view, dtype=job.dtype).view(item.patch_count, 3, patch, patch)
+def _patch_maker(config: PreprocessorConfig, dtype: torch.dtype) -> PatchMaker:
+    """This thread's own, with its buffers."""
+    made: dict[Any, PatchMaker] = _thread.__dict__.setdefault("makers", {})
+    if (config, dtype) not in made:
+        made[config, dtype] = PatchMaker(config, dtype)
+    return made[config, dtype]
 
 
-def _done(item: PlannedItem, view: memoryview, source: Decoded | str, control: Control) -> _Filled:
-    checksum = xxhash.xxh3_128_hexdigest(view)
-    control.on_item(item.width * item.height, len(view), None)
+_thread = threading.local()
+
+
+def _store(
+    item: PlannedItem, source: Decoded | str, blocks: Iterable[torch.Tensor], writer: ShardWriter, control: Control
+) -> _Filled:
+    """Write an item's patches to their place. A grid that the blocks do not fill is a fault of ours."""
+    checksum, start, size = xxhash.xxh3_128(), item.patch_start, 0
+    for block in blocks:
+        content = block.contiguous().view(torch.uint8).numpy().data.cast("B")
+        checksum.update(content)
+        writer.write(start, content)
+        start += len(block)
+        size += len(content)
+    if start != item.patch_start + item.patch_count:
+        raise RunError(f"{start - item.patch_start} patches were made for {item.image}, {item.patch_count} planned")
+    control.on_item(item.width * item.height, size, None)
     if isinstance(source, str):
-        return _Filled(None, None, None, source, checksum)
-    return _Filled(source.mode, source.format, source.exif_orientation, source.content_hash, checksum)
+        return _Filled(None, None, None, source, checksum.hexdigest())
+    return _Filled(source.mode, source.format, source.exif_orientation, source.content_hash, checksum.hexdigest())
 
 
 def _failed(item: PlannedItem, error: ItemError, control: Control) -> ItemError:

@@ -221,7 +221,7 @@ def test_published_constants_need_no_table_and_others_get_one(published: Preproc
             if dtype == torch.uint8:
                 continue
             out = torch.empty(levels.shape, dtype=dtype)
-            Normaliser.of(config, dtype)(levels, out)
+            Normaliser(table, dtype)(levels, out)
             expected = torch.stack([table[channel][levels[:, channel].long()] for channel in range(3)], 1)
             assert torch.equal(out, expected.to(dtype))
 

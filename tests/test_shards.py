@@ -6,7 +6,7 @@ import errno
 import json
 import os
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import numpy as np
 import pytest
@@ -15,6 +15,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kimik3_prep import shards
 from kimik3_prep.errors import InputError, RunError
 from kimik3_prep.pixels_cpu import TORCH_DTYPES
 from kimik3_prep.plan import canonical_json
@@ -33,8 +34,11 @@ def write(path: Path, form: ShardFormat, pixels: torch.Tensor, sizes: list[tuple
     survivors, start = [], 0
     for (rows, cols), keep in zip(sizes, kept, strict=True):
         count = rows * cols
-        with writer.patches(start, count) as view:
-            view[:] = pixels[start : start + count].contiguous().view(torch.uint8).numpy().tobytes()
+        part = pixels[start : start + count].contiguous().view(torch.uint8).numpy()
+        half = count // 2 * form.patch_bytes
+        content = memoryview(part.tobytes())
+        writer.write(start + count // 2, content[half:])
+        writer.write(start, content[:half])
         if keep:
             survivors.append(((1, rows, cols), start, count))
         start += count
@@ -103,29 +107,42 @@ def test_the_file_mode_follows_the_umask(tmp_path: Path) -> None:
     assert path.stat().st_mode & 0o777 == 0o640
 
 
-def test_a_full_disk_is_a_sentence_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*args: int) -> NoReturn:
+def test_a_full_disk_is_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    writer = ShardWriter(tmp_path / "cpu-00000.safetensors", ShardFormat("uint8", 2, METADATA), 1, 100)
+
+    def full(*args: Any) -> NoReturn:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(os, "posix_fallocate", full)
+    monkeypatch.setattr(os, "pwrite", full)
+    with pytest.raises(RunError, match=r"No space left on device; 1,[0-9]+ bytes needed"):
+        writer.write(0, memoryview(bytes(12)))
     with pytest.raises(RunError, match="No space left on device"):
-        ShardWriter(tmp_path / "cpu-00000.safetensors", ShardFormat("float32", 14, METADATA), 1, 100)
+        writer.finish([])
     assert os.listdir(tmp_path) == []
+
+
+def test_a_write_that_takes_less_than_it_is_given_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pwrite = os.pwrite
+    monkeypatch.setattr(os, "pwrite", lambda file, content, offset: pwrite(file, content[:5], offset))
+    path = tmp_path / "cpu-00000.safetensors"
+    pixels = torch.arange(72, dtype=torch.uint8).view(6, 3, 2, 2)
+    write(path, ShardFormat("uint8", 2, METADATA), pixels, [(1, 2), (2, 2)], [False, True])
+    assert path.read_bytes() == library_bytes(pixels[2:], [(1, 2, 2)])
 
 
 def test_an_aborted_shard_leaves_nothing(tmp_path: Path) -> None:
-    writer = ShardWriter(tmp_path / "cpu-00000.safetensors", ShardFormat("float32", 14, METADATA), 1, 100)
-    held = writer.patches(0, 10)
+    writer = ShardWriter(tmp_path / "cpu-00000.safetensors", ShardFormat("uint8", 2, METADATA), 1, 100)
+    writer.write(0, memoryview(bytes(12)))
     writer.abort()
-    held[0] = 1  # a worker that still writes must not crash
     assert os.listdir(tmp_path) == []
 
 
-def test_space_can_be_reserved_where_fallocate_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(os, "posix_fallocate")
+def test_a_move_larger_than_its_buffer_overlaps_safely(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shards, "_MOVED_AT_ONCE", 7)
     path = tmp_path / "cpu-00000.safetensors"
-    write(path, ShardFormat("uint8", 2, METADATA), torch.ones(4, 3, 2, 2, dtype=torch.uint8), [(2, 2)], [True])
-    assert open_shard(path).raw("pixel_values").sum() == 48
+    pixels = torch.arange(240, dtype=torch.uint8).view(20, 3, 2, 2)
+    write(path, ShardFormat("uint8", 2, METADATA), pixels, [(1, 1), (19, 1)], [False, True])
+    assert path.read_bytes() == library_bytes(pixels[1:], [(1, 19, 1)])
 
 
 @pytest.mark.parametrize("content", [b"", b"not a shard", b"\x08\0\0\0\0\0\0\0{}      ", b"\xff" * 64])

@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 import pytest
 from conftest import write_manifest
 
-from kimik3_prep import disk, shards, store
+from kimik3_prep import disk, store
 from kimik3_prep.errors import InputError, ItemError, PlanMismatch, RunError
 from kimik3_prep.grid import GridRule
 from kimik3_prep.manifest import read_manifest
@@ -318,13 +318,11 @@ def test_shards_that_are_kept_on_another_disk_can_be_overwritten(layout: Layout,
 
 
 def test_two_runs_never_write_one_shard(tmp_path: Path) -> None:
-    """The file is mapped: truncating it would end the process that fills it with a SIGBUS."""
     path, form = tmp_path / "cpu-00000.safetensors", ShardFormat("uint8", 2, {"format": 1})
     first = ShardWriter(path, form, 1, 4)
     with pytest.raises(RunError, match=r"another run is writing .*cpu-00000"):
         ShardWriter(path, form, 1, 4)
-    with first.patches(0, 4) as view:
-        view[:] = bytes(range(48))
+    first.write(0, memoryview(bytes(range(48))))
     first.finish([((1, 2, 2), 0, 4)])
     before = path.read_bytes()
     second = ShardWriter(path, form, 1, 4)  # the name is free again, and what was committed stays until the rename
@@ -338,7 +336,7 @@ def test_a_shard_that_was_committed_while_it_was_opened_is_not_truncated(
 ) -> None:
     path, form = tmp_path / "cpu-00000.safetensors", ShardFormat("uint8", 2, {"format": 1})
     first = ShardWriter(path, form, 1, 4)
-    lock, began = shards.fcntl.flock, []
+    lock, began = disk.fcntl.flock, []
 
     def late(descriptor: int, how: int) -> None:
         if not began:  # the first run commits between our open and our lock
@@ -346,7 +344,7 @@ def test_a_shard_that_was_committed_while_it_was_opened_is_not_truncated(
             first.finish([((1, 2, 2), 0, 4)])
         lock(descriptor, how)
 
-    monkeypatch.setattr(shards.fcntl, "flock", late)
+    monkeypatch.setattr(disk.fcntl, "flock", late)
     second = ShardWriter(path, form, 1, 4)
     second.abort()
     assert path.read_bytes().startswith(form.header(1, 4))
@@ -356,7 +354,7 @@ def test_a_file_system_without_locks_is_written_all_the_same(tmp_path: Path, mon
     def refuse(descriptor: int, how: int) -> None:
         raise OSError(errno.ENOLCK, "No locks available")
 
-    monkeypatch.setattr(shards.fcntl, "flock", refuse)
+    monkeypatch.setattr(disk.fcntl, "flock", refuse)
     ShardWriter(tmp_path / "cpu-00000.safetensors", ShardFormat("uint8", 2, {}), 0, 0).finish([])
     assert os.listdir(tmp_path) == ["cpu-00000.safetensors"]
 
