@@ -53,6 +53,7 @@ def draw(folder: Path, count: int) -> list[Path]:
             layer = [Image.fromarray(noise[..., c]).resize((width, height), Image.Resampling.BICUBIC) for c in range(3)]
             picture += weight * np.stack([np.asarray(band) for band in layer], -1)
         picture += random.normal(0, 3, picture.shape).astype(np.float32)
+        picture += random.normal(0, 5, (height, width, 1)).astype(np.float32)  # grain, mostly in brightness
         path = folder / f"{number:04d}.jpg"
         Image.fromarray(picture.clip(0, 255).astype(np.uint8)).save(path, quality=90)
         paths.append(path)
@@ -118,12 +119,24 @@ def command(*arguments: object) -> tuple[float, int]:
     process = subprocess.Popen(
         [str(BINARY), *map(str, arguments)], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
     )
-    _, status, usage = os.wait4(process.pid, 0)
+    peak = 0
+    while process.poll() is None:
+        peak = max(peak, peak_memory(process.pid))
+        time.sleep(0.005)
     seconds = time.perf_counter() - began
-    if os.waitstatus_to_exitcode(status) != 0:
+    if process.returncode != 0:
         stderr = process.stderr.read() if process.stderr else ""
         raise SystemExit(f"kimik3-prep {' '.join(map(str, arguments))} failed:\n{stderr}")
-    return seconds, usage.ru_maxrss // 1024
+    return seconds, peak
+
+
+def peak_memory(pid: int) -> int:
+    """A running process's own peak in MiB; what wait() reports would count this process's from before the exec."""
+    try:
+        status = Path(f"/proc/{pid}/status").read_text()
+    except OSError:  # it has just ended
+        return 0
+    return next((int(line.split()[1]) // 1024 for line in status.splitlines() if line.startswith("VmHWM")), 0)
 
 
 def encode(manifest: Path, output: Path, workers: int, *more: object) -> tuple[float, int]:
