@@ -13,8 +13,9 @@ import pyarrow.compute as pc
 from kimik3_prep.config import PreprocessorConfig, find_config, load_config
 from kimik3_prep.devices import auto_backend, find_devices
 from kimik3_prep.errors import InputError, Problem
+from kimik3_prep.fields import show
 from kimik3_prep.images import DEFAULT_MAX_PIXELS
-from kimik3_prep.manifest import ITEM_SCHEMA, Manifest, read_manifest, scheme
+from kimik3_prep.manifest import ITEM_SCHEMA, Manifest, read_manifest, resolve, scheme
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +37,8 @@ class Settings:
     on_error: Literal["record", "fail"] = "record"
     max_failures: int | None = None
     overwrite: bool = False
+    retry_failed: bool = False
+    image_root: Path | None = None
 
 
 class Reporter(Protocol):
@@ -94,6 +97,8 @@ def check(settings: Settings, reporter: Reporter) -> Checked:
     try:
         manifest = read_manifest(settings.manifest, settings.limit)
         found = [*_unknown_protocols(manifest), *(_odd_grids(manifest, config) if config else [])]
+        if settings.image_root is not None:
+            found += _outside(manifest, settings.image_root)
         problems += found
         total += len(found)
         if asks := _who_asks_for_a_device(settings, manifest, backend):
@@ -125,6 +130,26 @@ def _odd_grids(manifest: Manifest, config: PreprocessorConfig) -> Iterator[Probl
         if any(side % merge for side in row["grid_thw"][1:]):
             what = f"grid_thw is {row['grid_thw']}"
             yield Problem(f"{manifest.name}:{row['line']}", what, f"rows and columns that {merge} divides")
+
+
+def _outside(manifest: Manifest, image_root: Path) -> Iterator[Problem]:
+    """Rows whose file does not lie below `image_root` once every symbolic link is followed.
+
+    URLs are refused with them: some of fsspec's protocols read local files (`local://`, `zip://`).
+    """
+    root = os.path.realpath(image_root)
+    inside = os.path.join(root, "")
+    for batch in manifest.items.select(["image", "line"]).to_batches():
+        for image, line in zip(batch["image"].to_pylist(), batch["line"].to_pylist(), strict=True):
+            if image.startswith("data:"):
+                continue
+            try:
+                if not scheme(image) and os.path.realpath(resolve(image, manifest.base)).startswith(inside):
+                    continue
+            except ValueError:  # a NUL byte: nothing can be opened by that name, so nothing outside either
+                continue
+            what = f"{show(image)} does not lie below it"
+            yield Problem(f"{manifest.name}:{line}", what, f"a file below {root} (--image-root)")
 
 
 def _unknown_protocols(manifest: Manifest) -> Iterator[Problem]:

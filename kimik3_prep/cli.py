@@ -1,21 +1,26 @@
 """The command line: parse, call one function, print, exit code. No logic.
 
-Exit codes: 0 done; 1 finished, some items failed; 2 bad input, config or usage; 3 run-time failure; 130 interrupted.
+Exit codes: 0 done; 1 finished, some items failed; 2 bad input, config or usage; 3 run-time failure; 130 interrupted,
+143 told to end (SIGTERM).
 Heavy modules are imported inside the commands, so that `--help` and `validate-config` start without them.
 """
 
 from __future__ import annotations
 
+import os
+import signal
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
+from types import FrameType
 from typing import Annotated, Literal
 
 import typer
 
 from kimik3_prep import __version__
-from kimik3_prep.errors import InputError, PrepError
+from kimik3_prep.errors import InputError, PrepError, Problem
 
 app = typer.Typer(
     name="kimik3-prep",
@@ -30,7 +35,32 @@ Format = Annotated[Literal["text", "json"], typer.Option(help="JSON goes to stdo
 
 def main() -> None:
     """Entry point of the `kimik3-prep` command."""
+    _speak_utf8()
+    _occupy_standard_streams()
+    signal.signal(signal.SIGTERM, _terminate)
     app()
+
+
+class _Terminated(KeyboardInterrupt):
+    """SIGTERM, as batch systems send it: the run ends as with Ctrl-C."""
+
+
+def _terminate(number: int, frame: FrameType | None) -> None:
+    raise _Terminated
+
+
+def _speak_utf8() -> None:
+    """Start again in Python's UTF-8 mode where the locale has fewer letters than file names: that is set at the start."""
+    if sys.getfilesystemencoding() != "utf-8" and os.environ.get("PYTHONUTF8") != "1":
+        os.environ["PYTHONUTF8"] = "1"
+        os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
+
+
+def _occupy_standard_streams() -> None:
+    """A closed stdin, stdout or stderr must not become the number of a shard that a library's message goes into."""
+    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
+        pass
+    os.close(descriptor)
 
 
 @contextmanager
@@ -47,9 +77,9 @@ def _exit_codes(format: str) -> Iterator[None]:
         else:
             terminal.print_error(error)
         raise typer.Exit(error.exit_code) from None
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as stop:
         terminal.err.print("interrupted; committed shards stay valid, run the same command to continue")
-        raise typer.Exit(130) from None
+        raise typer.Exit(143 if isinstance(stop, _Terminated) else 130) from None
     except typer.Exit:
         raise
     except Exception as error:  # noqa: BLE001  a fault of ours; nobody's answer should be a traceback
@@ -126,21 +156,29 @@ def encode(
     dedupe: Annotated[Literal["path", "off"], typer.Option(help="Store an image once for all its rows.")] = "path",
     limit: Annotated[int | None, typer.Option(min=1, help="Only the first rows of the manifest.")] = None,
     max_pixels: Annotated[int, typer.Option(min=1, help="Refuse images with more pixels.")] = 178_956_970,
+    image_root: Annotated[
+        Path | None, typer.Option(help="Refuse a manifest that names files outside this folder, or URLs.")
+    ] = None,
     on_error: Annotated[
         Literal["record", "fail"], typer.Option(help="Record a failed item and go on, or stop the run.")
     ] = "record",
     max_failures: Annotated[int | None, typer.Option(min=0, help="Stop above this many failed items.")] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Start anew in a folder that holds a run.")] = False,
+    retry_failed: Annotated[
+        bool, typer.Option("--retry-failed", help="Try the failed items of the run again, and rewrite their shards.")
+    ] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Check and plan; write nothing.")] = False,
     progress: Annotated[bool, typer.Option(help="Show progress on stderr.")] = True,
     format: Format = "text",
 ) -> None:
     """Encode a manifest of images into shards of pixel features."""
-    from kimik3_prep import check, terminal
-    from kimik3_prep import prepare as run
-    from kimik3_prep.plan import parse_size
+    from kimik3_prep import terminal
 
     with _exit_codes(format), terminal.ProgressReporter(progress) as reporter:
+        from kimik3_prep import check  # inside: these imports take a second, in which Ctrl-C may be pressed
+        from kimik3_prep import prepare as run
+        from kimik3_prep.plan import parse_size
+
         settings = check.Settings(
             manifest=manifest,
             output=output or check.default_output(manifest),
@@ -157,6 +195,8 @@ def encode(
             on_error=on_error,
             max_failures=max_failures,
             overwrite=overwrite,
+            retry_failed=retry_failed,
+            image_root=image_root,
         )
         summary = run.dry_run(settings, reporter) if dry_run else run.prepare(settings, reporter)
     if format == "json":
@@ -170,17 +210,64 @@ def encode(
 @app.command()
 def inspect(
     path: Annotated[Path, typer.Argument(help="A shard, an index or an output folder.")],
+    render: Annotated[
+        Path | None, typer.Option(help="Write items of a finished output folder as PNG pictures into this folder.")
+    ] = None,
+    id: Annotated[list[str] | None, typer.Option(help="An item to render; may be repeated.")] = None,
+    first: Annotated[int, typer.Option(min=1, help="How many items to render where no --id is given.")] = 20,
     format: Format = "text",
 ) -> None:
     """Show what lies in a shard, an index or an output folder."""
-    from kimik3_prep import inspection, terminal
+    from kimik3_prep import findings, inspection, pictures, terminal
 
     with _exit_codes(format):
+        if id and render is None:
+            raise InputError([Problem("--id", "chooses what to render", hint="add --render FOLDER")])
+        drawn = pictures.render(path, render, id or (), first) if render else []
         found = inspection.inspect(path)
         if format == "json":
-            terminal.print_json(found)
+            terminal.print_json(found | ({"pictures": [asdict(picture) for picture in drawn]} if render else {}))
         else:
-            terminal.print_inspection(found)
+            findings.print_inspection(found)
+            for picture in drawn:
+                terminal.out.print(str(picture))
+
+
+@app.command()
+def verify(
+    path: Annotated[Path, typer.Argument(help="An output folder.")],
+    against_source: Annotated[
+        bool, typer.Option("--against-source", help="Also compute features from the images again, and compare bytes.")
+    ] = False,
+    processor: Annotated[
+        Path | None, typer.Option(help="Also compare with the image processor in this checkpoint folder.")
+    ] = None,
+    trust_remote_code: Annotated[
+        bool, typer.Option("--trust-remote-code", help="Allow --processor to run the code in its folder.")
+    ] = False,
+    manifest: Annotated[
+        Path | None,
+        typer.Option(help="The manifest that was encoded: relative image paths start beside it."),
+    ] = None,
+    sample: Annotated[
+        int | None, typer.Option(min=1, help="Compare only so many stored images, evenly spread. Default: all.")
+    ] = None,
+    format: Format = "text",
+) -> None:
+    """Prove that an output folder holds what its run says; exit 1 where it does not."""
+    from kimik3_prep import findings, terminal
+
+    with _exit_codes(format):
+        from kimik3_prep import recompute
+        from kimik3_prep import verify as proof
+
+        code = recompute.processor_folder(processor, trust_remote_code)
+        report = proof.verify(path)
+        if against_source or code is not None:
+            report |= recompute.against_source(path, manifest, sample, against_source, code)
+            report["problems"] += report.pop("differences")
+        terminal.print_json(report) if format == "json" else findings.print_verification(report)
+    raise typer.Exit(1 if report["problems"] else 0)
 
 
 if __name__ == "__main__":

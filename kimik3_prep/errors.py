@@ -5,7 +5,9 @@
     │   └── PlanMismatch          the output folder holds a run with other settings (exit 2)
     ├── RunError                  the machine failed us: disk full, worker died (exit 3)
     │   └── TooManyFailures       `--on-error fail` or `--max-failures` stopped the run (exit 3)
+    ├── StoreError                stored features cannot be read: a shard is gone, damaged or of another run (exit 3)
     └── ItemError                 one item failed; recorded in the index, the run goes on
+        └── FailedItem            the features of an item were asked for that failed when they were made
 
 A class writes its own sentence; the command line only prints it.
 """
@@ -114,3 +116,22 @@ class ItemError(PrepError):
 
     def __reduce__(self) -> tuple[type[ItemError], tuple[ItemErrorCode, str]]:
         return type(self), (self.code, self.message)
+
+
+class StoreError(PrepError):
+    """Stored features cannot be read: a shard is gone, damaged, or not of the run that the index describes."""
+
+
+class FailedItem(ItemError):
+    """The features of an item were asked for that has none. `id` and `line` say which item of the manifest."""
+
+    def __init__(self, code: ItemErrorCode, message: str, id: str, line: int) -> None:
+        super().__init__(code, message)
+        self.id = id
+        self.line = line
+
+    def __str__(self) -> str:
+        return f"line {self.line}, {self.id} has no features: {self.code}: {self.message}"
+
+    def __reduce__(self) -> tuple[type[FailedItem], tuple[ItemErrorCode, str, str, int]]:  # type: ignore[override]
+        return type(self), (self.code, self.message, self.id, self.line)

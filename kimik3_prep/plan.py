@@ -80,6 +80,15 @@ class Headers:
         self.error_code: list[str | None] = [None] * spans
         self.error_message: list[str | None] = [None] * spans
 
+    def recall(self, rows: pa.Table, known: npt.NDArray[np.bool_]) -> None:
+        """Take over what an earlier plan knew of the `known` spans; `rows` has a plan row for each span."""
+        for name in ("width", "height", "source_size", "source_mtime_ns"):
+            column: Ints = getattr(self, name)
+            column[known] = pc.fill_null(rows[name], int(name.startswith("source")) * -1).to_numpy()[known]
+        for name in ("mode", "format"):
+            values: list[str | None] = rows[name].to_pylist()
+            setattr(self, name, [value if keep else None for value, keep in zip(values, known, strict=True)])
+
 
 @dataclass(frozen=True, slots=True)
 class PlannedItem:
@@ -146,6 +155,7 @@ def find_spans(items: pa.Table, base: str, default_backend: str, dedupe: bool) -
 
 def _identity(items: pa.Table, groups: pa.Array, base: str) -> pa.Array:
     """What makes two rows name the same image: the resolved path, the group, and what the row promises of the image."""
+    base = base.encode("utf-8", "surrogateescape").decode("utf-8", "replace")  # Arrow holds UTF-8 only
     sources = pa.chunked_array(
         [
             pa.array([resolve(image, base) for image in chunk.to_pylist()], pa.large_string())

@@ -9,18 +9,23 @@ merge    shard indexes -> index.parquet; its presence says the run is finished
 from __future__ import annotations
 
 import itertools
+import shutil
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from kimik3_prep import __version__
 from kimik3_prep.check import Checked, Reporter, Settings, check
+from kimik3_prep.disk import LOCK_NAME, only_run
 from kimik3_prep.errors import ItemError, Problem, RunError, TooManyFailures
+from kimik3_prep.folder import check_folder, open_run, sweep, uncommit
 from kimik3_prep.images import codec_versions, probe
 from kimik3_prep.manifest import Manifest, resolve
 from kimik3_prep.plan import (
@@ -39,7 +44,6 @@ from kimik3_prep.store import (
     FORMAT,
     Layout,
     index_table,
-    open_run,
     read_index,
     read_plan,
     write_index,
@@ -53,10 +57,23 @@ _WINDOW = 8192  # headers probed at a time, so that a million futures never exis
 # --- plan ---------------------------------------------------------------------------------------------------------
 
 
-def plan(settings: Settings, checked: Checked, reporter: Reporter) -> pa.Table:
+@dataclass(frozen=True, slots=True)
+class _Earlier:
+    """A plan that was made before, in manifest order, and which of its rows are to be planned anew."""
+
+    rows: pa.Table
+    anew: npt.NDArray[np.bool_]
+
+
+def plan(settings: Settings, checked: Checked, reporter: Reporter, earlier: _Earlier | None = None) -> pa.Table:
     """Probe headers where the manifest gives no size, and place every image. A table of `PLAN_SCHEMA`."""
     spans = find_spans(checked.manifest.items, checked.manifest.base, checked.backend, settings.dedupe)
-    headers = _headers(settings, checked.manifest, spans, reporter)
+    headers = Headers(len(spans.first_row))
+    wanted = np.ones(len(spans.first_row), bool)
+    if earlier is not None:
+        wanted = earlier.anew[spans.first_row]
+        headers.recall(earlier.rows.take(pa.array(spans.first_row)), ~wanted)
+    _read_headers(settings, checked.manifest, spans, wanted, headers, reporter)
     patch_bytes = 3 * checked.config.patch_size**2 * ITEM_BYTES[settings.dtype]
     shard_patches = max(1, settings.shard_size // patch_bytes)
     return make_plan(checked.manifest.items, spans, headers, checked.config.grid_rule(), shard_patches)
@@ -69,16 +86,22 @@ def dry_run(settings: Settings, reporter: Reporter) -> PlanSummary:
     return summarize_plan(table, checked.config.patch_size)
 
 
-def _headers(settings: Settings, manifest: Manifest, spans: Spans, reporter: Reporter) -> Headers:
-    """Sizes by span: the manifest's where it gives them, else from the image headers, on a thread pool."""
+def _read_headers(
+    settings: Settings,
+    manifest: Manifest,
+    spans: Spans,
+    unknown: npt.NDArray[np.bool_],
+    headers: Headers,
+    reporter: Reporter,
+) -> None:
+    """Sizes of the `unknown` spans: the manifest's where it gives them, else from the image headers, on a pool."""
     items = manifest.items.select(["image", "width", "height"])
-    headers = Headers(len(spans.first_row))
     given = pc.fill_null(items["width"], 0).to_numpy()[spans.first_row]
-    headers.width[:] = given
-    headers.height[:] = pc.fill_null(items["height"], 0).to_numpy()[spans.first_row]
-    wanted = np.flatnonzero((given == 0) & (spans.groups != GROUPS.index("local")))
+    headers.width[unknown] = given[unknown]
+    headers.height[unknown] = pc.fill_null(items["height"], 0).to_numpy()[spans.first_row][unknown]
+    wanted = np.flatnonzero(unknown & (given == 0) & (spans.groups != GROUPS.index("local")))
     if not len(wanted):
-        return headers
+        return
     reporter.phase("headers", len(wanted))
 
     def read(span: int, image: str) -> None:
@@ -103,7 +126,31 @@ def _headers(settings: Settings, manifest: Manifest, spans: Spans, reporter: Rep
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             raise
-    return headers
+
+
+def _replan(settings: Settings, checked: Checked, layout: Layout, reporter: Reporter) -> None:
+    """`--retry-failed`: plan as a new run would, but for the headers of what is stored already, which stay.
+
+    Commits that the new plan does not keep are taken back before it is written, so a kill in between leaves the old
+    plan with some of its shards to do, and the same command begins here again: what is in no shard is planned anew.
+    """
+    rows = pa.concat_tables(read_plan(layout))
+    rows = rows.take(pa.array(np.argsort(rows["item"].to_numpy())))
+    before = {name: shard for name, shard in split_shards(read_plan(layout)) if name is not None}
+    stored = np.zeros(rows.num_rows, bool)
+    faulty = set()
+    for name in filter(layout.committed, before):
+        index = read_index(layout.shard_index(name), ["item", "status"])
+        fine = pc.equal(index["status"], "ok").to_numpy()
+        stored[index["item"].to_numpy()[fine]] = True
+        if not fine.all():
+            faulty.add(name)
+    if stored.all():
+        return
+    table = plan(settings, checked, reporter, _Earlier(rows, ~stored))
+    after = dict(split_shards(iter([table])))
+    uncommit(layout, [n for n, old in before.items() if n in faulty or n not in after or not old.equals(after[n])])
+    write_plan(layout, table)
 
 
 # --- run ----------------------------------------------------------------------------------------------------------
@@ -118,14 +165,26 @@ def prepare(settings: Settings, reporter: Reporter) -> RunSummary:
     checked = check(settings, reporter)
     layout = Layout(settings.output)
     facts = _facts(settings, checked)
-    open_run(layout, facts, _versions(), settings.overwrite)
-    if layout.index.is_file():
+    finished = check_folder(layout) is not None and layout.index.is_file() and not (layout.root / LOCK_NAME).exists()
+    if finished and not settings.overwrite and not settings.retry_failed:
+        open_run(layout, facts, _versions(), overwrite=False)  # compares, and writes nothing: the disk may be read-only
         return summarize(layout, skipped=-1)
+    with only_run(layout.root):
+        return _run(settings, checked, layout, facts, reporter)
+
+
+def _run(settings: Settings, checked: Checked, layout: Layout, facts: dict[str, Any], reporter: Reporter) -> RunSummary:
+    open_run(layout, facts, _versions(), settings.overwrite)
+    sweep(layout)
     if not layout.plan.is_file():
         write_plan(layout, plan(settings, checked, reporter))
+    elif settings.retry_failed:
+        _replan(settings, checked, layout, reporter)
+    if layout.index.is_file():  # finished while this run waited to begin, or nothing had failed
+        return summarize(layout, skipped=-1)
     checked = checked.without_items()  # the plan is read from disk from here on, a piece at a time
     skipped = _fill(settings, checked, layout, facts, reporter)
-    _merge(layout, _metadata(facts))
+    _merge(layout, run_metadata(facts))
     return summarize(layout, skipped)
 
 
@@ -146,7 +205,8 @@ def _facts(settings: Settings, checked: Checked) -> dict[str, Any]:
     }
 
 
-def _metadata(facts: dict[str, Any]) -> dict[str, Any]:
+def run_metadata(facts: dict[str, Any]) -> dict[str, Any]:
+    """What every shard and index of a run says of it."""
     config = facts["config"]
     return {
         "format": FORMAT,
@@ -174,7 +234,8 @@ def _fill(settings: Settings, checked: Checked, layout: Layout, facts: dict[str,
     if lost := lost_levels(checked.config, settings.dtype):
         what = f"with this image_mean and image_std {settings.dtype} merges {lost} of the 256 levels of a channel"
         reporter.warn(Problem("--dtype", what, "float32 or uint8 for lossless storage", severity="warning"))
-    pending, done, failures = _survey(layout)
+    pending, patches, done, failures = _survey(layout)
+    _warn_of_a_full_disk(layout, settings.dtype, patches * 3 * checked.config.patch_size**2, reporter)
     limit = _FailureLimit(0 if settings.on_error == "fail" else settings.max_failures, failures)
     control = Control()
 
@@ -186,10 +247,9 @@ def _fill(settings: Settings, checked: Checked, layout: Layout, facts: dict[str,
     control.on_item = on_item
     control.note = lambda text: reporter.warn(Problem("--batch-bytes", text, severity="warning"))
     form = {
-        group: ShardFormat(settings.dtype, checked.config.patch_size, {**_metadata(facts), "group": group})
+        group: ShardFormat(settings.dtype, checked.config.patch_size, {**run_metadata(facts), "group": group})
         for group in GROUPS
     }
-
     devices = itertools.cycle(checked.devices or ("cpu",))
 
     def jobs() -> Iterator[ShardJob]:
@@ -218,9 +278,9 @@ def _fill(settings: Settings, checked: Checked, layout: Layout, facts: dict[str,
     return done
 
 
-def _survey(layout: Layout) -> tuple[int, int, int]:
-    """`(images to do, shards committed, rows that failed already)`."""
-    pending = done = failures = 0
+def _survey(layout: Layout) -> tuple[int, int, int, int]:
+    """`(images to do, their patches, shards committed, rows that failed already)`."""
+    pending = patches = done = failures = 0
     for name, rows in split_shards(read_plan(layout)):
         if name is None:
             failures += rows.num_rows
@@ -229,7 +289,20 @@ def _survey(layout: Layout) -> tuple[int, int, int]:
             failures += pc.sum(pc.equal(read_index(layout.shard_index(name), ["status"])["status"], "failed")).as_py()
         else:
             pending += pc.max(rows["row"]).as_py() + 1
-    return pending, done, failures
+            patches += pc.max(pc.add(rows["patch_start"], rows["patch_count"])).as_py()
+    return pending, patches, done, failures
+
+
+def _warn_of_a_full_disk(layout: Layout, dtype: str, levels: int, reporter: Reporter) -> None:
+    """A guess, so no error: others may free space meanwhile, and some file systems compress."""
+    needed = levels * ITEM_BYTES[dtype]
+    if needed <= (free := shutil.disk_usage(layout.root).free):
+        return
+    hint = "the run stops when the disk is full, and the same command goes on once there is space"
+    if dtype != "uint8":
+        hint += f"; --dtype uint8 would need {levels:,}"
+    what = f"{needed:,} bytes are to be written and {free:,} are free"
+    reporter.warn(Problem(str(layout.root), what, hint=hint, severity="warning"))
 
 
 class _FailureLimit:

@@ -26,8 +26,8 @@ import pyarrow.compute as pc
 from pyarrow import parquet
 
 from kimik3_prep import strict_json
-from kimik3_prep.disk import disk_errors, sync, write_whole
-from kimik3_prep.errors import InputError, ItemError, PlanMismatch, Problem
+from kimik3_prep.disk import write_whole
+from kimik3_prep.errors import InputError, ItemError, Problem
 from kimik3_prep.fields import short_image
 from kimik3_prep.plan import PLAN_SCHEMA, canonical_json, fingerprint
 from kimik3_prep.shards import FORMAT as FORMAT
@@ -63,8 +63,9 @@ _PLACE = ("shard", "patch_count", *_GRID)
 _ROW_GROUP = 65_536
 _AT_ONCE = 16_384  # index rows that are Python objects at a time: one image may have a million rows
 
-_OURS = re.compile(r"(cpu|gpu|local)-\d{5,}\.(safetensors|parquet)(\.tmp)?")
-_OURS_IN_ROOT = ("index.parquet", "plan.parquet", "run.json")
+#: The names that are ours to remove.
+OURS = re.compile(r"(cpu|gpu|local)-\d{5,}\.(safetensors|parquet)(\.tmp)?")
+OURS_IN_ROOT = ("index.parquet", "plan.parquet", "run.json")
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +110,7 @@ class Layout:
         """The safetensors files of all complete shards, by name; whatever else lies there is not ours to count."""
         if not self.shards.is_dir():
             return []
-        found = (path for path in self.shards.glob("*.safetensors") if _OURS.fullmatch(path.name))
+        found = (path for path in self.shards.glob("*.safetensors") if OURS.fullmatch(path.name))
         return sorted(path for path in found if self.committed(path.stem))
 
 
@@ -130,44 +131,6 @@ Outcome = Stored | ItemError
 
 
 # --- run record and plan -------------------------------------------------------------------------------------------
-
-
-def open_run(layout: Layout, facts: dict[str, Any], versions: Mapping[str, str], overwrite: bool) -> None:
-    """Make the output folder ready: new, resumed, or cleared. `facts` is everything that decides output bytes.
-
-    Raises InputError where the folder holds something else, PlanMismatch naming each fact that differs.
-    """
-    for folder in (layout.root, *layout.root.parents):
-        if folder.exists() and not folder.is_dir():
-            raise InputError([Problem(str(folder), "is a file", "a folder for the output", "choose another --output")])
-    record = read_run(layout)
-    if record is None and (foreign := foreign_entries(layout)):
-        what = f"holds {foreign[0]!r} and no run.json, so it is not a folder that kimik3-prep filled"
-        raise InputError([Problem(str(layout.root), what, "a new or empty folder", "choose another --output")])
-    if record is not None and overwrite:
-        clear_output(layout)
-        record = None
-    if record is None:
-        record = {"format": FORMAT, "fingerprint": fingerprint(facts), "facts": facts, "versions": dict(versions)}
-        text = json.dumps(record, indent=2, sort_keys=True, ensure_ascii=False) + "\n"
-        write_whole(layout.run, lambda path: path.write_text(text, encoding="utf-8"))
-        return
-    hint = "use the same settings, another --output, or --overwrite to start anew"
-    changed = [
-        Problem(f"{layout.run}: {name}", f"this run was started with {old!r}, now it is {new!r}", hint=hint)
-        for name, old, new in _differences(record["facts"], facts)
-    ]
-    if changed:
-        raise PlanMismatch(changed)
-
-
-def _differences(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
-    for name in sorted({*old, *new}):
-        before, after = old.get(name), new.get(name)
-        if isinstance(before, dict) and isinstance(after, dict):
-            yield from _differences(before, after, f"{prefix}{name}.")
-        elif before != after:
-            yield f"{prefix}{name}", before, after
 
 
 def read_run(layout: Layout) -> dict[str, Any] | None:
@@ -192,30 +155,6 @@ def read_run(layout: Layout) -> dict[str, Any] | None:
         what = "was changed by hand: the settings are not those of its fingerprint"
         raise InputError([Problem(where, what, expected, "choose another --output")])
     return dict(record)
-
-
-def foreign_entries(layout: Layout) -> list[str]:
-    """Names in a folder without a run record, but for that of a record whose writing was killed: it comes first."""
-    if not layout.root.is_dir():
-        return []
-    return sorted(entry.name for entry in layout.root.iterdir() if entry.name != f"{layout.run.name}.tmp")
-
-
-def clear_output(layout: Layout) -> None:
-    """Remove what this package wrote, and only that; the run record goes last, so a kill leaves a run to resume."""
-    with disk_errors(layout.root):
-        layout.index.unlink(missing_ok=True)
-        if layout.shards.is_dir():
-            # Indexes first: a shard without its index is uncommitted, an index without its shard would be a lie.
-            for path in sorted(layout.shards.iterdir(), key=lambda path: path.suffix != ".parquet"):
-                if _OURS.fullmatch(path.name):
-                    path.unlink()
-            sync(layout.shards)  # else a loss of power could bring old shards back under a new run record
-            if not any(layout.shards.iterdir()) and not layout.shards.is_symlink():
-                layout.shards.rmdir()
-        for name in _OURS_IN_ROOT:
-            (layout.root / f"{name}.tmp").unlink(missing_ok=True)
-            (layout.root / name).unlink(missing_ok=True)
 
 
 def write_plan(layout: Layout, table: pa.Table) -> None:

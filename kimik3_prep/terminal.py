@@ -30,25 +30,38 @@ from kimik3_prep.summary import PlanSummary, RunSummary
 
 _EVERY = 5.0  # seconds between progress lines where there is no terminal
 _MOST_PROBLEMS = 50
-_LINE, _CELL = 300, 60  # most characters of a foreign text in a sentence, in a table
+LINE = 300  # most characters of a foreign text in a sentence
 
 # Control characters, line separators, marks that reverse the reading order, and halves of characters (from file names).
 _HARMFUL = re.compile("[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 _PLAIN = str.maketrans({"…": "...", "█": "#"})
 
-out = Console(highlight=False, soft_wrap=True, markup=False, emoji=False)
-err = Console(stderr=True, highlight=False, soft_wrap=True, markup=False, emoji=False)
+
+class _Stream(Console):
+    """A console whose reader may go away: `head` has seen enough, and the exit code stays that of the work."""
+
+    def on_broken_pipe(self) -> None:
+        self.quiet = True
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, self.file.fileno())  # or the interpreter complains when it closes the stream
+        os.close(nowhere)
+
+
+out = _Stream(highlight=False, soft_wrap=True, markup=False, emoji=False)
+err = _Stream(stderr=True, highlight=False, soft_wrap=True, markup=False, emoji=False)
 
 
 def print_json(value: Any) -> None:
     """One JSON document on stdout."""
+    if sys.stdout is None:  # it was closed
+        return
     text = json.dumps(value, indent=2, ensure_ascii=not out.encoding.startswith("utf"), default=str)
     # What may stand in JSON may still be harmful to a terminal. Outside of strings there is none of it but newlines.
     text = _HARMFUL.sub(lambda found: "\n" if found[0] == "\n" else f"\\u{ord(found[0]):04x}", text)
     try:
         sys.stdout.write(text + "\n")
         sys.stdout.flush()
-    except BrokenPipeError:  # the reader, `head` perhaps, has seen enough
+    except BrokenPipeError:
         out.on_broken_pipe()
 
 
@@ -65,7 +78,7 @@ def counted(number: int, noun: str) -> str:
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
-def _say(console: Console, text: str, label: str = "", style: str = "bold red", bold: str = "") -> None:
+def say(console: Console, text: str, label: str = "", style: str = "bold red", bold: str = "") -> None:
     """Print one line: a coloured label, something bold, and the text."""
     parts = (_fitting(console, label), style), (_fitting(console, bold), "bold"), _fitting(console, text)
     console.print(Text.assemble(*parts))
@@ -86,29 +99,29 @@ def print_error(error: PrepError) -> None:
             print_problem(problem)
         hidden = error.total - min(len(error.problems), _MOST_PROBLEMS)
         more = f" ({hidden:,} of them not shown; --format json lists up to 1,000)" if hidden else ""
-        _say(err, f"{counted(error.total, 'problem')} found, nothing was done{more}.")
+        say(err, f"{counted(error.total, 'problem')} found, nothing was done{more}.")
     else:
-        _say(err, str(error), "error: ")
+        say(err, str(error), "error: ")
 
 
 def print_fault(error: Exception) -> None:
     """An error this package did not foresee: what a report needs, and the traceback when it was asked for."""
     last = traceback.extract_tb(error.__traceback__)[-1]
-    _say(err, f"{type(error).__name__}: {error}", "internal error: ")
-    _say(err, f"    at {Path(last.filename).name}:{last.lineno}; committed shards stay valid. Please report this.")
+    say(err, f"{type(error).__name__}: {error}", "internal error: ")
+    say(err, f"    at {Path(last.filename).name}:{last.lineno}; committed shards stay valid. Please report this.")
     lines = traceback.format_exception(error) if os.environ.get("KIMIK3_PREP_TRACEBACK") else []
     for line in "".join(lines or "    KIMIK3_PREP_TRACEBACK=1 shows where it comes from").splitlines():
-        _say(err, line)
+        say(err, line)
 
 
 def print_problem(problem: Problem) -> None:
     """A problem on stderr: where, what, what was expected, what to do."""
     colour = "bold yellow" if problem.severity == "warning" else "bold red"
-    _say(err, f": {problem.what}", f"{problem.severity}: ", colour, problem.where)
+    say(err, f": {problem.what}", f"{problem.severity}: ", colour, problem.where)
     if problem.expected:
-        _say(err, f"    expected {problem.expected}")
+        say(err, f"    expected {problem.expected}")
     if problem.hint:
-        _say(err, f"    hint: {problem.hint}")
+        say(err, f"    hint: {problem.hint}")
 
 
 def size_text(size: float) -> str:
@@ -173,11 +186,11 @@ class ProgressReporter:
                 self._bar.update(self._task, advance=images, note=self._note(now))
             elif self._show and now - self._spoke >= _EVERY:
                 self._spoke = now
-                _say(err, self._line(now))
+                say(err, self._line(now))
 
     def _close_phase(self) -> None:
         if self._name and self._bar is None and self._show and self._images:
-            _say(err, self._line(time.monotonic()))
+            say(err, self._line(time.monotonic()))
         self._name = ""
 
     def _note(self, now: float) -> str:
@@ -208,7 +221,7 @@ def print_diagnosis(diagnosis: Diagnosis) -> None:
     if diagnosis.settings:
         rows = [(s.key, json.dumps(s.value), json.dumps(s.published), s.source) for s in diagnosis.settings]
         changed = [number for number, (_, value, published, _) in enumerate(rows) if value != published]
-        _print_table(("setting", "value", "published", "from"), rows, str(diagnosis.path), changed)
+        print_table(("setting", "value", "published", "from"), rows, str(diagnosis.path), changed)
     for problem in diagnosis.problems:
         print_problem(problem)
 
@@ -221,15 +234,15 @@ def print_summary(summary: PlanSummary | RunSummary, dtype: str) -> None:
 def print_run(summary: RunSummary) -> None:
     """What a run came to."""
     if summary.skipped < 0:
-        _say(out, "This run was finished before; nothing to do.")
+        say(out, "This run was finished before; nothing to do.")
     elif summary.skipped:
         was = "was" if summary.skipped == 1 else "were"
-        _say(out, f"Resumed: {counted(summary.skipped, 'shard')} {was} committed before.")
+        say(out, f"Resumed: {counted(summary.skipped, 'shard')} {was} committed before.")
     print_failures(summary.failures, summary.failed, ", all in the index")
     items = f"{summary.ok:,} of {counted(summary.rows, 'item')} ok, {summary.failed:,} failed"
     images = f"{counted(summary.images, 'image')} stored, {summary.patches:,} patches"
-    _say(out, f"{items}; {images}, {counted(summary.tokens, 'token')}")
-    _say(out, f"{counted(summary.shards, 'shard')}, {size_text(summary.size)}, in {summary.output}")
+    say(out, f"{items}; {images}, {counted(summary.tokens, 'token')}")
+    say(out, f"{counted(summary.shards, 'shard')}, {size_text(summary.size)}, in {summary.output}")
 
 
 def print_plan(summary: PlanSummary, dtype: str) -> None:
@@ -237,12 +250,12 @@ def print_plan(summary: PlanSummary, dtype: str) -> None:
     print_failures(summary.failures, summary.failed)
     unreadable = f", {summary.failed:,} cannot be read" if summary.failed else ""
     images = f"{counted(summary.images, 'image')} to store ({summary.pixels / 1e6:,.1f} megapixels)"
-    _say(out, f"{counted(summary.rows, 'item')}: {images}{unreadable}")
-    _say(out, f"{summary.patches:,} patches, {counted(summary.tokens, 'token')}")
+    say(out, f"{counted(summary.rows, 'item')}: {images}{unreadable}")
+    say(out, f"{summary.patches:,} patches, {counted(summary.tokens, 'token')}")
     sizes = summary.bytes_by_dtype.items()
     rows = [(f"{name}{' (chosen)' * (name == dtype)}", f"{size:,}", size_text(size)) for name, size in sizes]
-    _print_table(("dtype", "bytes", ""), rows, "size of pixel_values")
-    _say(out, "shards: " + (", ".join(f"{count:,} {group}" for group, count in summary.shards.items()) or "none"))
+    print_table(("dtype", "bytes", ""), rows, "size of pixel_values")
+    say(out, "shards: " + (", ".join(f"{count:,} {group}" for group, count in summary.shards.items()) or "none"))
     print_histogram(summary.histogram)
 
 
@@ -250,11 +263,11 @@ def print_histogram(bins: Sequence[tuple[int, int]]) -> None:
     """Tokens per image, a line per power of two."""
     if not (most := max((count for _, count in bins), default=0)):
         return
-    _say(out, "", bold="tokens per image")
+    say(out, "", bold="tokens per image")
     low = 0
     for high, count in bins:
         length = max(1, round(40 * count / most)) if count else 0
-        _say(out, f"  {low + 1:>6,} to {high:>6,}  {'█' * length}{' ' if length else ''}{count:,}")
+        say(out, f"  {low + 1:>6,} to {high:>6,}  {'█' * length}{' ' if length else ''}{count:,}")
         low = high
 
 
@@ -262,85 +275,23 @@ def print_failures(failures: Iterable[tuple[int, str, str, str]], total: int, wh
     """The first failed items, on stderr; `where` says where the others are found."""
     shown = 0
     for line, name, code, message in failures:
-        _say(err, _failure(line, name, code, message), "failed: ")
+        say(err, failure(line, name, code, message), "failed: ")
         shown += 1
     if total > shown:
-        _say(err, f"… and {counted(total - shown, 'more failed item')}{where}")
+        say(err, f"… and {counted(total - shown, 'more failed item')}{where}")
 
 
-def _failure(line: int, name: str, code: str, message: str) -> str:
-    return f"line {line:,}, {harmless(name, _LINE)}: {code}: {harmless(message, 2 * _LINE)}"
+def failure(line: int, name: str, code: str, message: str) -> str:
+    """One failed item in words."""
+    return f"line {line:,}, {harmless(name, LINE)}: {code}: {harmless(message, 2 * LINE)}"
 
 
-def print_inspection(found: dict[str, Any]) -> None:
-    """A description from `inspection.inspect`."""
-    {"shard": _print_shard, "index": _print_index, "output": _print_output}[found["kind"]](found)
-
-
-def _print_shard(found: dict[str, Any]) -> None:
-    _say(out, f": a shard of {size_text(found['size'])}", bold=found["path"])
-    tensors = found["tensors"].items()
-    rows = [(name, tensor["dtype"], str(tensor["shape"]), f"{tensor['bytes']:,}") for name, tensor in tensors]
-    _print_table(("tensor", "dtype", "shape", "bytes"), rows)
-    for key, value in found["metadata"].items():
-        _say(out, f"{key}: {harmless(str(value), _LINE)}")
-    if found["value_range"]:
-        low, high = found["value_range"]
-        _say(out, f"values from {low:.9g} to {high:.9g}")
-    if found["not_finite"]:
-        _say(out, f"{counted(found['not_finite'], 'value')} NaN or infinite")
-    if not found["rows"]:
-        _say(out, "no image is stored in it")
-        return
-    rows = []
-    for row in found["rows"]:
-        ids = ", ".join(harmless(name, _CELL) for name in row["ids"][:3])
-        more = f" and {len(row['ids']) - 3:,} more" if len(row["ids"]) > 3 else ""
-        rows.append((str(row["row"]), str(row["grid_thw"]), f"{row['patch_start']:,}", ids + more))
-    _print_table(("row", "grid_thw", "patch_start", "ids"), rows, "first stored images")
-
-
-def _print_index(found: dict[str, Any]) -> None:
-    size = f"{counted(found['rows'], 'row')}, {counted(len(found['columns']), 'column')}"
-    _say(out, f": an index of {size}", bold=found["path"])
-    _print_totals(found)
-    shown = ("item", "id", "status", "shard", "row", "patch_count", "num_tokens")
-    rows = []
-    for row in found["first"]:
-        cells = ("-" if row[name] is None else harmless(str(row[name]), _CELL) for name in shown)
-        rows.append((*cells, f"{row['width']} x {row['height']}" if row["width"] else "-", row["mode"] or "-"))
-    columns = ("item", "id", "status", "shard", "row", "patches", "tokens", "size", "mode")
-    _print_table(columns, rows, "first rows")
-
-
-def _print_output(found: dict[str, Any]) -> None:
-    state = "finished" if found["finished"] else "not finished: run the same encode command to continue"
-    _say(out, f": {state}", bold=found["path"])
-    shards, so_far = counted(len(found["shards"]), "shard"), ""
-    if planned := found["planned"]:
-        shards = f"{len(found['shards']):,} of {counted(planned['shards'], 'shard')}"
-        so_far = f"; so far {found['rows']:,} of {counted(planned['rows'], 'item')}"
-    _say(out, f"{shards}, {size_text(found['size'])}, dtype {found['dtype']}{so_far}")
-    _print_totals(found)
-
-
-def _print_totals(found: dict[str, Any]) -> None:
-    names = [name for name in ("status", "group", "mode", "format", "error_code") if found[f"by_{name}"]]
-    counts = [", ".join(f"{key}: {count:,}" for key, count in found[f"by_{name}"].items()) for name in names]
-    rows = [(name.replace("_", " "), count) for name, count in zip(names, counts, strict=True)]
-    _print_table(("by", "items"), rows, f"{counted(found['rows'], 'item')}, {counted(found['num_tokens'], 'token')}")
-    for row in found["failures"]:
-        _say(out, _failure(row["line"], row["id"], row["error_code"], row["error_message"]), "failed: ")
-    if found["failures_not_shown"]:
-        _say(out, f"… and {counted(found['failures_not_shown'], 'more failed item')}")
-
-
-def _print_table(
+def print_table(
     columns: Sequence[str], rows: Sequence[Sequence[str]], title: str = "", marked: Collection[int] = ()
 ) -> None:
     """Aligned columns; `marked` rows in yellow. Lines are never cut or folded: they may go through a pipe to grep."""
     if title:
-        _say(out, "", bold=title)
+        say(out, "", bold=title)
     if not rows:
         return
     table = [[_fitting(out, cell) for cell in row] for row in (columns, *rows)]

@@ -9,6 +9,7 @@ import pytest
 
 from kimik3_prep import errors
 from kimik3_prep.errors import (
+    FailedItem,
     InputError,
     ItemError,
     ItemErrorCode,
@@ -16,6 +17,7 @@ from kimik3_prep.errors import (
     PrepError,
     Problem,
     RunError,
+    StoreError,
     TooManyFailures,
 )
 
@@ -65,6 +67,8 @@ def test_problems_that_were_only_counted_are_told() -> None:
         (RunError("the disk is full"), 3),
         (TooManyFailures("3 items failed"), 3),
         (ItemError("truncated", "the data ends early"), 3),
+        (FailedItem("truncated", "the data ends early", "a", 7), 3),
+        (StoreError("the shard is gone"), 3),
     ],
 )
 def test_exit_codes_and_pickling(error: PrepError, exit_code: int) -> None:

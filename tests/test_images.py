@@ -302,3 +302,84 @@ def test_codec_versions_name_pillow_and_its_libraries() -> None:
     versions = codec_versions()
     assert versions["pillow"]
     assert versions["libjpeg_turbo"]
+
+
+# --- hostile files ------------------------------------------------------------------------------------------------
+
+MUTATIONS = 2000
+
+
+def mutated(content: bytes, chance: random.Random) -> bytes:
+    """The bytes with a few of them changed, removed, repeated, or the end cut off."""
+    data = bytearray(content)
+    for _ in range(chance.randint(1, 4)):
+        # Headers first: most of what a decoder trusts stands in the first bytes.
+        at = chance.randrange(min(len(data), 200) if chance.random() < 0.6 else len(data))
+        kind = chance.randrange(5)
+        if kind == 0:
+            data[at] ^= 1 << chance.randrange(8)
+        elif kind == 1:
+            data[at : at + 4] = chance.choice([b"\xff\xff\xff\xff", b"\x00\x00\x00\x00", b"\x7f\xff\xff\xff"])
+        elif kind == 2:
+            del data[at : at + chance.randint(1, 30)]
+        elif kind == 3:
+            data[at:at] = data[at : at + chance.randint(1, 30)]
+        else:
+            del data[max(1, at) :]
+    return bytes(data)
+
+
+def test_mutated_files_only_ever_give_item_errors(tmp_path: Path) -> None:
+    chance = random.Random(20)
+    seeds = sorted(path for path in (GOLDEN / "images").iterdir() if path.is_file() and path.stat().st_size < 20_000)
+    path, opened = tmp_path / "mutated", 0
+    for number in range(MUTATIONS):
+        path.write_bytes(mutated(seeds[number % len(seeds)].read_bytes() or b"x", chance))
+        for step in (probe, decode):
+            try:
+                step(str(path), 1_000_000)
+            except ItemError as error:
+                assert error.message
+            else:
+                opened += 1
+    assert 200 < opened < 2 * MUTATIONS
+
+
+def chunk(kind: bytes, data: bytes) -> bytes:
+    return len(data).to_bytes(4, "big") + kind + data + zlib.crc32(kind + data).to_bytes(4, "big")
+
+
+def png(width: int, height: int, *chunks: bytes) -> bytes:
+    size = width.to_bytes(4, "big") + height.to_bytes(4, "big") + bytes([8, 0, 0, 0, 0])
+    rows = zlib.compress(bytes(2) * 1)
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", size) + b"".join(chunks) + chunk(b"IDAT", rows) + chunk(b"IEND", b"")
+
+
+BOMB = zlib.compress(bytes(200_000_000), 9)
+
+
+@pytest.mark.parametrize(
+    ("content", "codes"),
+    [
+        (png(65_535, 65_535), {"too_many_pixels"}),
+        (png(2**31 - 1, 2**31 - 1), {"too_many_pixels"}),
+        (png(1, 1, chunk(b"zTXt", b"a\x00\x00" + BOMB)), {"corrupt", None}),
+        (png(1, 1, chunk(b"iTXt", b"a\x00\x01\x00\x00\x00" + BOMB)), {"corrupt", None}),
+        (png(1, 1, chunk(b"iCCP", b"a\x00\x00" + BOMB)), {"corrupt", None}),
+        (png(9000, 9000), {"truncated", "corrupt"}),
+    ],
+)
+def test_bombs_and_lying_headers_take_little_memory(content: bytes, codes: set[str | None], tmp_path: Path) -> None:
+    import tracemalloc
+
+    (tmp_path / "a.png").write_bytes(content)
+    tracemalloc.start()
+    try:
+        decode(str(tmp_path / "a.png"))
+        code = None
+    except ItemError as error:
+        code = error.code
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert code in codes
+    assert peak < 100_000_000

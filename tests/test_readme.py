@@ -39,7 +39,27 @@ def test_the_worked_example_is_what_the_commands_print(run: Run, tmp_path: Path)
     assert [line for line in done.stdout.splitlines() if line.strip() not in shown] == []
     inspected = run("inspect", "features/shards/cpu-00000.safetensors").stdout
     assert {line.rstrip() for line in inspected.splitlines()[:4]} <= shown
+    assert run("inspect", "features", "--render", "pictures", "--id", "landscape").stdout.splitlines()[-1] in shown
     example = README.split("```python\n")[1].split("```")[0]
     code = f"{example}\nprint(list(pixel_values.shape), grid_thw)"
     printed = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True)
     assert printed.stdout == "[3700, 3, 14, 14] [1, 50, 74]\n"
+    section = README.split("## Using the features")[1].split("\n## ")[0]
+    look, train, serve = (block.split("```")[0] for block in section.split("```python\n")[1:])
+    assert python(look, tmp_path) == (
+        "torch.Size([3700, 3, 14, 14]) (1, 50, 74) 925 (1024, 683)\n"
+        "Rows of hills in the evening sun\nline 13, cut-off: truncated\n"
+    )
+    epochs = [line.split("(")[0].split()[0] for line in python(train, tmp_path).splitlines()]
+    assert epochs == sorted(epochs)
+    assert set(epochs) == {"0", "1"}
+    told = python(f"{serve}\nprint(prompt.count('pad'), *image_data[0], *for_vllm, *hashes)", tmp_path)
+    assert re.fullmatch(
+        r"1339 format modality pixel_values image_grid_thw pixel_values grid_thws( sha256:[0-9a-f]{64}){2}\n", told
+    )
+
+
+def python(code: str, folder: Path) -> str:
+    """What a snippet prints when it is run as a file."""
+    (folder / "snippet.py").write_text(code)
+    return subprocess.run([sys.executable, "snippet.py"], cwd=folder, capture_output=True, text=True, check=True).stdout
