@@ -50,7 +50,7 @@ def _terminate(number: int, frame: FrameType | None) -> None:
 
 
 def _speak_utf8() -> None:
-    """Start again in Python's UTF-8 mode where the locale has fewer letters than file names: that is set at the start."""
+    """Start again in UTF-8 mode where the locale has fewer letters than file names: Python sets that at its start."""
     if sys.getfilesystemencoding() != "utf-8" and os.environ.get("PYTHONUTF8") != "1":
         os.environ["PYTHONUTF8"] = "1"
         os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import errno
 import hashlib
 import io
 import logging
 import os
+import random
 import struct
 import subprocess
 import sys
 import warnings
+import zlib
 from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import golden_cases, picture
+from conftest import GOLDEN, golden_cases, picture
 from PIL import Image, ImageFile, UnidentifiedImageError
 
 from kimik3_prep import images
@@ -313,6 +316,8 @@ def mutated(content: bytes, chance: random.Random) -> bytes:
     """The bytes with a few of them changed, removed, repeated, or the end cut off."""
     data = bytearray(content)
     for _ in range(chance.randint(1, 4)):
+        if not data:
+            break
         # Headers first: most of what a decoder trusts stands in the first bytes.
         at = chance.randrange(min(len(data), 200) if chance.random() < 0.6 else len(data))
         kind = chance.randrange(5)
@@ -331,16 +336,14 @@ def mutated(content: bytes, chance: random.Random) -> bytes:
 
 def test_mutated_files_only_ever_give_item_errors(tmp_path: Path) -> None:
     chance = random.Random(20)
-    seeds = sorted(path for path in (GOLDEN / "images").iterdir() if path.is_file() and path.stat().st_size < 20_000)
+    files = sorted(path for path in (GOLDEN / "images").iterdir() if path.is_file())
+    seeds = [path.read_bytes() for path in files if 100 < path.stat().st_size < 20_000]
     path, opened = tmp_path / "mutated", 0
     for number in range(MUTATIONS):
-        path.write_bytes(mutated(seeds[number % len(seeds)].read_bytes() or b"x", chance))
+        path.write_bytes(mutated(seeds[number % len(seeds)], chance))
         for step in (probe, decode):
-            try:
+            with contextlib.suppress(ItemError):
                 step(str(path), 1_000_000)
-            except ItemError as error:
-                assert error.message
-            else:
                 opened += 1
     assert 200 < opened < 2 * MUTATIONS
 
@@ -351,7 +354,7 @@ def chunk(kind: bytes, data: bytes) -> bytes:
 
 def png(width: int, height: int, *chunks: bytes) -> bytes:
     size = width.to_bytes(4, "big") + height.to_bytes(4, "big") + bytes([8, 0, 0, 0, 0])
-    rows = zlib.compress(bytes(2) * 1)
+    rows = zlib.compress(bytes(2))
     return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", size) + b"".join(chunks) + chunk(b"IDAT", rows) + chunk(b"IEND", b"")
 
 
