@@ -66,8 +66,8 @@ def sync(path: Path) -> None:
 def claim(path: Path) -> int:
     """Open or create a file for this process alone, until the descriptor is closed: a dead process holds nothing.
 
-    Nothing is truncated: a file that another process has mapped would end that process with a SIGBUS. A symbolic link
-    is not followed: what is written belongs into this folder. Raises BlockingIOError where another process holds it.
+    Nothing is truncated: until the lock is held the file may be another process's. A symbolic link is not followed:
+    what is written belongs into this folder. Raises BlockingIOError where another process holds it.
     """
     flags = os.O_RDWR | os.O_CREAT | getattr(os, "O_BINARY", 0) | getattr(os, "O_NOFOLLOW", 0)
     while True:

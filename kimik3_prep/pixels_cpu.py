@@ -18,6 +18,7 @@ import torch
 from PIL import Image
 from torch.utils.dlpack import from_dlpack
 
+from kimik3_prep import levels
 from kimik3_prep.config import Background, PreprocessorConfig
 from kimik3_prep.grid import Grid
 
@@ -175,12 +176,8 @@ def _gather(planes: npt.NDArray[np.uint8], out: npt.NDArray[np.uint8]) -> None:
 
 
 def level_table(config: PreprocessorConfig) -> torch.Tensor:
-    """Normalised value of each level, float32 `[3, 256]`: the checkpoint's three roundings, one after the other."""
-    levels = (np.arange(256) / 255.0).astype(np.float32)
-    mean = np.array(config.image_mean, np.float64)[:, None]
-    std = np.array(config.image_std, np.float64)[:, None]
-    centred = (levels.astype(np.float64) - mean).astype(np.float32)
-    return torch.from_numpy((centred.astype(np.float64) * (1.0 / std)).astype(np.float32))
+    """`levels.level_table` of a config, as a float32 tensor `[3, 256]`."""
+    return torch.from_numpy(levels.level_table(config.image_mean, config.image_std))
 
 
 class Normaliser:

@@ -74,3 +74,13 @@ def write_manifest(path: Path, rows: list[dict[str, Any]]) -> Path:
     """A JSON Lines manifest."""
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
+
+
+class Silent:
+    """A reporter that says nothing."""
+
+    def warn(self, problem: object) -> None: ...
+
+    def phase(self, name: str, total: int) -> None: ...
+
+    def advance(self, images: int, pixels: int, size: int, failed: int) -> None: ...

@@ -21,7 +21,7 @@ import pytest
 import reference
 import safetensors.torch
 import torch
-from conftest import picture, write_manifest
+from conftest import Silent, picture, write_manifest
 from PIL import Image
 from torch.utils.data import DataLoader, Dataset
 
@@ -34,16 +34,6 @@ from kimik3_prep.prepare import Settings, prepare
 
 DTYPES = list(TORCH_DTYPES)
 OK = ["n3", "n1", "n4", "elsewhere", "n0", "unsized", "again", "n2"]  # manifest order, failed ones left out
-
-
-class Silent:
-    """A reporter that says nothing."""
-
-    def warn(self, problem: object) -> None: ...
-
-    def phase(self, name: str, total: int) -> None: ...
-
-    def advance(self, images: int, pixels: int, size: int, failed: int) -> None: ...
 
 
 @pytest.fixture(scope="module")

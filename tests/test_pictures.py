@@ -12,7 +12,7 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import reference
-from conftest import Run, picture, write_manifest
+from conftest import Run, Silent, picture, write_manifest
 from PIL import Image
 
 from kimik3_prep.errors import InputError, RunError
@@ -22,16 +22,6 @@ from kimik3_prep.prepare import Settings, prepare
 
 DTYPES = list(TORCH_DTYPES)
 NAMES = ["rgb", "rgba", "a/../b c\n", "panorama", "local"]
-
-
-class Silent:
-    """A reporter that says nothing."""
-
-    def warn(self, problem: object) -> None: ...
-
-    def phase(self, name: str, total: int) -> None: ...
-
-    def advance(self, images: int, pixels: int, size: int, failed: int) -> None: ...
 
 
 @pytest.fixture(scope="module")

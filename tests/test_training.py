@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import picture, write_manifest
+from conftest import Silent, picture, write_manifest
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader
@@ -20,16 +20,6 @@ from kimik3_prep.prepare import Settings, prepare
 from kimik3_prep.training import FeatureDataset, TokenBudgetSampler, collate
 
 TOKENS = [5, 3, 8, 1, 1, 9, 2, 4, 4, 6]
-
-
-class Silent:
-    """A reporter that says nothing."""
-
-    def warn(self, problem: object) -> None: ...
-
-    def phase(self, name: str, total: int) -> None: ...
-
-    def advance(self, images: int, pixels: int, size: int, failed: int) -> None: ...
 
 
 @pytest.fixture(scope="module")
