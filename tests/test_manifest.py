@@ -197,7 +197,8 @@ def test_utf_16_is_refused(tmp_path: Path, encoding: str) -> None:
 # --- files ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("content", [b"", b"\n", b"\xef\xbb\xbf", b" \r\n\t\n", gzip.compress(b"")])
+# A gzip header holds the time, and a case named after it would have another name in every test process.
+@pytest.mark.parametrize("content", [b"", b"\n", b"\xef\xbb\xbf", b" \r\n\t\n", gzip.compress(b"", mtime=0)])
 def test_a_manifest_without_rows(tmp_path: Path, content: bytes) -> None:
     path = saved(tmp_path, content)
     problem = problem_of(path)
