@@ -16,6 +16,7 @@ from kimik3_prep.errors import InputError, Problem
 from kimik3_prep.fields import show
 from kimik3_prep.images import DEFAULT_MAX_PIXELS
 from kimik3_prep.manifest import ITEM_SCHEMA, Manifest, read_manifest, resolve, scheme
+from kimik3_prep.threads import DEFAULT_ITEM_TIMEOUT
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,9 +32,12 @@ class Settings:
     batch_bytes: int = 256 << 20
     shard_size: int = 512 << 20
     workers: int = 1
-    dedupe: bool = True
+    dedupe: Literal["path", "content", "off"] = "path"
     limit: int | None = None
     max_pixels: int = DEFAULT_MAX_PIXELS
+    max_tokens: int | None = None
+    exif: Literal["ignore", "apply"] = "ignore"
+    item_timeout: float = DEFAULT_ITEM_TIMEOUT
     on_error: Literal["record", "fail"] = "record"
     max_failures: int | None = None
     overwrite: bool = False
@@ -91,6 +95,10 @@ def check(settings: Settings, reporter: Reporter) -> Checked:
         config, warnings = load_config(find_config(settings.config, beside))
         for warning in warnings:
             reporter.warn(warning)
+        if settings.max_tokens is not None and config.fixed_output_tokens is not None:
+            what = f"the config gives every image {config.fixed_output_tokens:,} tokens (fixed_output_tokens)"
+            problems.append(Problem("--max-tokens", what, hint="leave it out"))
+            total += 1
     except InputError as error:
         problems += error.problems
         total += error.total

@@ -71,7 +71,7 @@ def _exit_codes(format: str) -> Iterator[None]:
     try:
         yield
     except PrepError as error:
-        if format == "json":
+        if format == "json" and not isinstance(error, terminal.CannotPrint):
             problems = [problem.as_dict() for problem in error.problems] if isinstance(error, InputError) else []
             terminal.print_json({"status": "error", "message": str(error), "problems": problems})
         else:
@@ -153,9 +153,21 @@ def encode(
     workers: Annotated[
         int | None, typer.Option("--workers", "-j", min=1, help="Image threads. Default: one a processor.")
     ] = None,
-    dedupe: Annotated[Literal["path", "off"], typer.Option(help="Store an image once for all its rows.")] = "path",
+    dedupe: Annotated[
+        Literal["path", "content", "off"],
+        typer.Option(help="Store an image once for all rows that name it; content: also under other names."),
+    ] = "path",
     limit: Annotated[int | None, typer.Option(min=1, help="Only the first rows of the manifest.")] = None,
     max_pixels: Annotated[int, typer.Option(min=1, help="Refuse images with more pixels.")] = 178_956_970,
+    max_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Scale images down until none has more tokens. Default: as the config.")
+    ] = None,
+    exif: Annotated[
+        Literal["ignore", "apply"], typer.Option(help="What to do with EXIF orientations: the checkpoint ignores them.")
+    ] = "ignore",
+    item_timeout: Annotated[
+        float, typer.Option(min=0.001, help="Most seconds for reading and decoding one image; then it has failed.")
+    ] = 300,
     image_root: Annotated[
         Path | None, typer.Option(help="Refuse a manifest that names files outside this folder, or URLs.")
     ] = None,
@@ -174,7 +186,7 @@ def encode(
     """Encode a manifest of images into shards of pixel features."""
     from kimik3_prep import terminal
 
-    with _exit_codes(format), terminal.ProgressReporter(progress) as reporter:
+    with _exit_codes(format):
         from kimik3_prep import check  # inside: these imports take a second, in which Ctrl-C may be pressed
         from kimik3_prep import prepare as run
         from kimik3_prep.plan import parse_size
@@ -189,22 +201,26 @@ def encode(
             batch_bytes=parse_size(batch_bytes, "--batch-bytes"),
             shard_size=parse_size(shard_size, "--shard-size"),
             workers=workers or check.default_workers(),
-            dedupe=dedupe == "path",
+            dedupe=dedupe,
+            max_tokens=max_tokens,
+            exif=exif,
             limit=limit,
             max_pixels=max_pixels,
+            item_timeout=item_timeout,
             on_error=on_error,
             max_failures=max_failures,
             overwrite=overwrite,
             retry_failed=retry_failed,
             image_root=image_root,
         )
-        summary = run.dry_run(settings, reporter) if dry_run else run.prepare(settings, reporter)
-    if format == "json":
-        warnings = [problem.as_dict() for problem in reporter.warnings]
-        terminal.print_json({"status": "ok", **asdict(summary), "warnings": warnings})
-    else:
-        terminal.print_summary(summary, dtype)
-    raise typer.Exit(1 if summary.failed else 0)
+        with terminal.ProgressReporter(progress) as reporter:
+            summary = run.dry_run(settings, reporter) if dry_run else run.prepare(settings, reporter)
+        if format == "json":
+            warnings = [problem.as_dict() for problem in reporter.warnings]
+            terminal.print_json({"status": "ok", **asdict(summary), "warnings": warnings})
+        else:
+            terminal.print_summary(summary, dtype)
+        raise typer.Exit(1 if summary.failed else 0)
 
 
 @app.command()
@@ -267,7 +283,7 @@ def verify(
             report |= recompute.against_source(path, manifest, sample, against_source, code)
             report["problems"] += report.pop("differences")
         terminal.print_json(report) if format == "json" else findings.print_verification(report)
-    raise typer.Exit(1 if report["problems"] else 0)
+        raise typer.Exit(1 if report["problems"] else 0)
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 
+from kimik3_prep.threads import ImageThreads
 from kimik3_prep.work import Control, ShardJob, ShardResult, materialize_shard, start_worker
 
 
@@ -15,10 +16,10 @@ def run_local(jobs: Iterable[ShardJob], workers: int, in_flight: int, control: C
     in_flight: shards at a time. With two, one fills while the other is written out; memory holds as many buffers.
 
     Yields results in job order. Whatever ends the iteration early (an error, Ctrl-C, a closed generator) stops the
-    jobs in flight at their next image and waits for them.
+    jobs in flight at their next image and waits for them, for a decoder that does not return two seconds at most.
     """
     with (
-        ThreadPoolExecutor(workers, "image", start_worker) as images,
+        ImageThreads(workers, "image", control.item_timeout, control.stop, start_worker) as images,
         ThreadPoolExecutor(in_flight, "shard", start_worker) as shards,
     ):
         pending: deque[Future[ShardResult]] = deque()

@@ -25,10 +25,12 @@ ItemErrorCode = Literal[
     "not_a_file",  # a folder, named pipe, socket or device
     "unreadable",  # the operating system or the network failed while reading
     "bad_data_url",  # a data: URL that does not decode
+    "timed_out",  # not read or decoded within --item-timeout
     "unidentified",  # no allowed decoder recognises the bytes
     "truncated",  # the encoded data ends early
     "corrupt",  # the decoder refused the data
     "too_many_pixels",  # above --max-pixels
+    "too_many_tokens",  # no scale brings it under --max-tokens
     "out_of_memory",  # the decoder could not allocate
     "size_mismatch",  # decoded size differs from the manifest's width and height
     "source_changed",  # the file is not the one that was planned

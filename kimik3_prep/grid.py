@@ -7,7 +7,8 @@ narrower than the side limit because of how it rounds, and that is the right ans
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from bisect import bisect_right
+from dataclasses import dataclass, replace
 from math import sqrt
 
 
@@ -71,6 +72,21 @@ class GridRule:
         if rows > self.patch_limit_on_one_side or cols > self.patch_limit_on_one_side:
             raise ValueError(f"{rows} x {cols} patches exceed the side limit of {self.patch_limit_on_one_side}")
         return Grid(new_w, new_h, pad_w, pad_h, rows, cols, self.tokens(rows, cols))
+
+    def limit_within(self, width: int, height: int, max_tokens: int) -> int | None:
+        """The largest `in_patch_limit` up to this rule's with which the image has at most `max_tokens` merged patches.
+
+        None where not even a limit of 1 brings it that low. Searched for, because the limit is no cap: flooring and
+        padding go beyond it. Halving finds it, because a larger limit never makes a smaller grid.
+        """
+
+        def merged(limit: int) -> int:
+            grid = replace(self, in_patch_limit=limit).grid(width, height)
+            return grid.patches // self.merge_size**2
+
+        if merged(self.in_patch_limit) <= max_tokens:
+            return self.in_patch_limit
+        return bisect_right(range(1, self.in_patch_limit), max_tokens, key=merged) or None
 
     def tokens(self, rows: int, cols: int) -> int:
         """Tokens of a grid of patches: one per merged square, unless the config fixes the number."""

@@ -1,28 +1,16 @@
 """Encoded bytes in, opened image out, safely.
 
-Only the decoders in `FORMATS` ever run, only regular files are opened, and whatever goes wrong comes out as one
-`ItemError`: this module is the single seam to Pillow, the file system and fsspec. Pillow keeps some of its settings in
-module globals; a process that prepares features owns them (`_claim_pillow`), so no flag set elsewhere changes a pixel.
+Only the decoders in `FORMATS` ever run, and whatever goes wrong comes out as one `ItemError`. Pillow keeps some of its
+settings in module globals; a process that prepares features owns them (`_claim_pillow`), so no flag set elsewhere
+changes a pixel.
 """
 
 from __future__ import annotations
 
-import base64
-import binascii
-import errno
-import hashlib
-import io
 import logging
-import os
-import re
-import stat
-import struct
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, BinaryIO
-from urllib.parse import unquote, unquote_to_bytes
 
 from PIL import (  # noqa: F401  (importing a plugin registers its decoder)
     AvifImagePlugin,
@@ -44,14 +32,24 @@ from PIL import (  # noqa: F401  (importing a plugin registers its decoder)
 )
 from PIL.Image import core as _core  # type: ignore[attr-defined]
 
-from kimik3_prep.errors import ItemError, ItemErrorCode
-from kimik3_prep.manifest import scheme
+from kimik3_prep.errors import ItemError
+from kimik3_prep.sources import Stamp, foreign_errors, hashed, opened
 
 #: Pillow's own limit before it calls an image a decompression bomb, in pixels.
 DEFAULT_MAX_PIXELS = 178_956_970
 
-_READ_WHOLE = 256 << 20  # bytes; a larger file is hashed in pieces and decoded from disk
 _EXIF_ORIENTATION = 0x0112
+#: What an orientation asks for; 1 asks for nothing. Source: Pillow's `ImageOps.exif_transpose`.
+_TURNS = {
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}
+_SIDEWAYS = (5, 6, 7, 8)
 _PILLOW_MODULES = r"PIL\.|kimik3_prep\.images"
 
 # Somebody's plugin may have registered itself under an allowed name (AVIF plugins do): remember Pillow's own.
@@ -78,27 +76,24 @@ _core.set_use_block_allocator(1)  # one block per image: pixels can be viewed wi
 
 
 @dataclass(frozen=True, slots=True)
-class Stamp:
-    """What tells one version of a local file from another: `size` in bytes, `mtime_ns` since the epoch."""
-
-    size: int
-    mtime_ns: int
-
-
-@dataclass(frozen=True, slots=True)
 class Probe:
-    """What the header says, before any pixel is decoded. Sizes in pixels; `stamp` is None for URLs."""
+    """What the header says, before any pixel is decoded.
+
+    width, height: pixels, swapped where the orientation is applied. stamp: None for URLs. content_hash: "sha256:<hex>"
+    of the bytes, where it was asked for.
+    """
 
     width: int
     height: int
     mode: str
     format: str
     stamp: Stamp | None
+    content_hash: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Decoded:
-    """A fully loaded first frame, in its own mode, not turned by EXIF.
+    """A fully loaded first frame, in its own mode.
 
     content_hash: "sha256:<64 hex>" of the encoded bytes. exif_orientation: 1 to 8, or None where there is none.
     """
@@ -110,35 +105,44 @@ class Decoded:
     content_hash: str
 
 
-def probe(source: str, max_pixels: int = DEFAULT_MAX_PIXELS) -> Probe:
-    """Read the header of a resolved `source`. Raises ItemError, and nothing else."""
-    with foreign_errors(), _opened(source) as (file, stamp):
-        image = _identify(file, max_pixels)
-        return Probe(image.width, image.height, image.mode, str(image.format), stamp)
+def probe(source: str, max_pixels: int = DEFAULT_MAX_PIXELS, turn: bool = False, hash: bool = False) -> Probe:
+    """Read the header of a resolved `source`. Raises ItemError; RunError where no file can be opened any more.
 
-
-def decode(source: str, max_pixels: int = DEFAULT_MAX_PIXELS, planned: Stamp | None = None) -> Decoded:
-    """Read, hash and decode a resolved `source`. Raises ItemError, and nothing else.
-
-    `planned` is the stamp the probe saw: a file that has changed since is refused before it is decoded.
+    turn: the size is that of the image turned by its EXIF orientation. hash: read the whole file for its hash.
     """
-    with foreign_errors(), _opened(source) as (file, stamp):
+    with foreign_errors(), opened(source) as (file, stamp):
+        content_hash = None
+        if hash:
+            file, content_hash = hashed(file, stamp)
+        image = _identify(file, max_pixels)
+        width, height = image.size
+        if turn and _header_orientation(image, file) in _SIDEWAYS:
+            width, height = height, width
+        return Probe(width, height, image.mode, str(image.format), stamp, content_hash)
+
+
+def decode(
+    source: str, max_pixels: int = DEFAULT_MAX_PIXELS, planned: Stamp | None = None, turn: bool = False
+) -> Decoded:
+    """Read, hash and decode a resolved `source`. Raises ItemError; RunError where no file can be opened any more.
+
+    planned: the stamp the probe saw; a file that has changed since is refused before it is decoded.
+    turn: turn the image by its EXIF orientation, as Pillow's `exif_transpose` does. TIFF is turned by Pillow always.
+    """
+    with foreign_errors(), opened(source) as (file, stamp):
         if planned is not None and stamp is not None and stamp != planned:
             raise ItemError("source_changed", f"the file changed after it was planned ({planned} then, {stamp} now)")
-        encoded, content_hash = _hashed(file, stamp)
+        encoded, content_hash = hashed(file, stamp)
         image = _identify(encoded, max_pixels)
-        orientation = _tiff_orientation(image)
+        # Pillow turns a TIFF on load and forgets the tag.
+        tiff = image.tag_v2 if isinstance(image, TiffImagePlugin.TiffImageFile) else None
+        orientation = _orientation(tiff.get(_EXIF_ORIENTATION)) if tiff is not None else None
         image.load()
         if orientation is None:
             orientation = _orientation(image.getexif().get(_EXIF_ORIENTATION))
-        return Decoded(image, image.mode, str(image.format), orientation, content_hash)
-
-
-def read_file(source: str) -> tuple[bytes, str]:
-    """All bytes of a resolved `source` and their hash as in `Decoded`. Raises ItemError, and nothing else."""
-    with foreign_errors(), _opened(source) as (file, _):
-        content = file.read()
-        return content, f"sha256:{hashlib.sha256(content).hexdigest()}"
+        wrong = turn and tiff is None and orientation in _TURNS
+        shown = image.transpose(_TURNS[orientation]) if wrong and orientation is not None else image
+        return Decoded(shown, image.mode, str(image.format), orientation, content_hash)
 
 
 def codec_versions() -> dict[str, str]:
@@ -148,73 +152,6 @@ def codec_versions() -> dict[str, str]:
     names = ("libjpeg_turbo", "jpg", "webp", "avif", "libtiff", "jpg_2000", "littlecms2")
     versions = {name: features.version(name) for name in names}
     return {"pillow": __version__, **{name: version for name, version in versions.items() if version}}
-
-
-# --- opening -----------------------------------------------------------------------------------------------------
-
-
-@contextmanager
-def _opened(source: str) -> Iterator[tuple[BinaryIO, Stamp | None]]:
-    """A binary, seekable file for a resolved source, closed on the way out."""
-    if source.startswith("data:"):
-        yield io.BytesIO(_data_url(source)), None
-    elif scheme(source):
-        yield io.BytesIO(_fetch(source)), None
-    else:
-        with _regular_file(source) as file:
-            status = os.fstat(file.fileno())
-            yield file, Stamp(status.st_size, status.st_mtime_ns)
-
-
-def _regular_file(path: str) -> BinaryIO:
-    try:
-        # A named pipe without a writer would block here for ever; O_NONBLOCK means nothing to a regular file.
-        descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
-    except ValueError as error:  # a NUL byte in the path
-        raise ItemError("not_found", f"not a path: {error}") from error
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        os.close(descriptor)
-        raise ItemError("not_a_file", "not a regular file (a folder, a named pipe, a socket or a device)")
-    return os.fdopen(descriptor, "rb")
-
-
-def _data_url(url: str) -> bytes:
-    header, comma, data = url[len("data:") :].partition(",")
-    if not comma:
-        raise ItemError("bad_data_url", "a data: URL needs a comma between its media type and its data")
-    if not header.lower().endswith(";base64"):
-        return unquote_to_bytes(data)
-    try:
-        return base64.b64decode(unquote(data), validate=True)
-    except (binascii.Error, ValueError) as error:
-        raise ItemError("bad_data_url", f"the data is not base64: {error}") from error
-
-
-def _fetch(url: str) -> bytes:
-    import fsspec
-
-    try:
-        with fsspec.open(url, "rb") as file:
-            content: bytes = file.read()
-            return content
-    except (FileNotFoundError, PermissionError):
-        raise
-    except Exception as error:
-        raise ItemError("unreadable", f"{type(error).__name__}: {_sentence(error)}") from error
-
-
-def _hashed(file: BinaryIO, stamp: Stamp | None) -> tuple[BinaryIO, str]:
-    """The file to decode from, and the hash of its bytes. Read once where it fits in memory."""
-    digest = hashlib.sha256()
-    if stamp is not None and stamp.size > _READ_WHOLE:
-        while chunk := file.read(1 << 20):
-            digest.update(chunk)
-        file.seek(0)
-    else:
-        content = file.read()
-        digest.update(content)
-        file = io.BytesIO(content)
-    return file, f"sha256:{digest.hexdigest()}"
 
 
 def _identify(file: BinaryIO, max_pixels: int) -> ImageFile.ImageFile:
@@ -248,67 +185,34 @@ def _claim_pillow(max_pixels: int) -> None:
         warnings.filterwarnings("ignore", module=_PILLOW_MODULES)
 
 
-def _tiff_orientation(image: Image.Image) -> int | None:
-    """Pillow turns a TIFF on load and then forgets the tag, so it is read before."""
+def _header_orientation(image: ImageFile.ImageFile, file: BinaryIO) -> int | None:
+    """The orientation without decoding, but for a PNG whose metadata stand behind its pixels."""
     if isinstance(image, TiffImagePlugin.TiffImageFile):
-        return _orientation(image.tag_v2.get(_EXIF_ORIENTATION))
-    return None
+        return None  # its size is that of the turned image already
+    if isinstance(image, PngImagePlugin.PngImageFile):
+        if not _metadata_behind_pixels(file):
+            return _orientation(Image.Image.getexif(image).get(_EXIF_ORIENTATION))  # PNG's own would decode first
+        image.load()
+    return _orientation(image.getexif().get(_EXIF_ORIENTATION))
+
+
+def _metadata_behind_pixels(file: BinaryIO) -> bool:
+    """Whether EXIF or text chunks of a PNG follow its pixels. Leaves the file where it was."""
+    place, seen = file.tell(), False
+    file.seek(8)
+    try:
+        while len(head := file.read(8)) == 8:
+            if head[4:] in (b"eXIf", b"iTXt", b"tEXt", b"zTXt") and seen:
+                return True
+            seen = seen or head[4:] == b"IDAT"
+            file.seek(int.from_bytes(head[:4], "big") + 4, 1)
+        return False
+    finally:
+        file.seek(place)
 
 
 def _orientation(value: Any) -> int | None:
     return value if type(value) is int and 1 <= value <= 8 else None
-
-
-# --- what went wrong ----------------------------------------------------------------------------------------------
-
-
-@contextmanager
-def foreign_errors() -> Iterator[None]:
-    """The seam: whatever Pillow, the file system or a protocol raises leaves as an ItemError."""
-    try:
-        yield
-    except ItemError:
-        raise
-    except Exception as error:
-        raise translate(error) from error
-
-
-#: First match wins. A test raises every one of these through the seam.
-_CODES: tuple[tuple[type[Exception], ItemErrorCode], ...] = (
-    (FileNotFoundError, "not_found"),
-    (NotADirectoryError, "not_found"),
-    (PermissionError, "permission_denied"),
-    (IsADirectoryError, "not_a_file"),
-    (Image.DecompressionBombError, "too_many_pixels"),
-    (MemoryError, "out_of_memory"),
-    (UnidentifiedImageError, "unidentified"),
-    (EOFError, "truncated"),
-)
-
-
-def translate(error: Exception) -> ItemError:
-    """The ItemError for an exception that a decoder, the file system or a protocol raised."""
-    text = _sentence(error)
-    for kind, code in _CODES:
-        if isinstance(error, kind):
-            return ItemError(code, text)
-    if isinstance(error, OSError) and error.errno is not None:
-        if error.errno in (errno.ENXIO, errno.ENODEV):  # what opening a socket or an absent device gives
-            return ItemError("not_a_file", text)
-        return ItemError("unreadable", text)
-    if "truncated" in text.lower():
-        return ItemError("truncated", text)
-    if isinstance(error, struct.error):
-        return ItemError("corrupt", f"the data does not have the shape its header announces: {text}")
-    return ItemError("corrupt", text if isinstance(error, OSError) else f"{type(error).__name__}: {text}")
-
-
-def _sentence(error: BaseException) -> str:
-    """The exception's text without paths (the index has the image) and memory addresses (bytes must repeat)."""
-    if isinstance(error, OSError) and error.errno is not None and error.strerror:
-        return error.strerror
-    text = re.sub(r" at 0x[0-9a-f]+", "", str(error)).strip()
-    return (text or type(error).__name__)[:500]
 
 
 #: First bytes that tell a person what to do. Longer and more particular ones first.

@@ -15,6 +15,7 @@ import zlib
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from io import BufferedReader
 from itertools import islice
 from typing import Any, BinaryIO, cast
@@ -45,6 +46,9 @@ ITEM_SCHEMA = pa.schema(
 
 _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 _BATCH = 16_384
+
+_MOST_OF_A_ROW = 256 << 20  # bytes; a row is several times in memory while it is read
+_SHORTER = "a path or a URL of the image", "write what a data: URL of this size holds into a file"
 
 #: Fields that a Parquet row may hold as 640.0: pandas turns whole numbers into floats where a row lacks one.
 _WHOLE = (*ID_KEYS, "width", "height")
@@ -147,8 +151,14 @@ def _opened(path: str) -> AbstractContextManager[BufferedReader]:
 
 def _json_rows(file: BinaryIO, name: str, digest: Any, report: Report) -> Iterator[tuple[int, dict[str, Any] | None]]:
     first = True
-    for line, raw in enumerate(file, 1):
+    for line, raw in enumerate(iter(partial(file.readline, _MOST_OF_A_ROW + 1), b""), 1):
         digest.update(raw)
+        if len(raw) > _MOST_OF_A_ROW:
+            report.add(f"{name}:{line}", f"a row of more than {_MOST_OF_A_ROW >> 20} MiB", *_SHORTER)
+            while raw and not raw.endswith(b"\n"):
+                digest.update(raw := file.readline(_MOST_OF_A_ROW))
+            yield line, None
+            continue
         text = raw.strip()
         if line == 1:
             text = text.removeprefix(b"\xef\xbb\xbf").strip()

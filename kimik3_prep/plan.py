@@ -1,8 +1,7 @@
 """The plan: which image lands in which shard, at which row and patch, before any pixel is touched.
 
-Rows with the same preprocessing path, backend and image share one *span*: one decode, one copy of the patches, an index
-row each. Spans are grouped by preprocessing path and packed into shards in manifest order, so the plan depends on the
-manifest, the image headers and the settings, and on nothing else: not on threads, time or machine.
+Spans (`spans.py`) are grouped by preprocessing path and packed into shards in manifest order, so the plan depends on
+the manifest, the image headers and the settings, and on nothing else: not on threads, time or machine.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ import hashlib
 import itertools
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -19,12 +18,10 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from kimik3_prep.errors import InputError, Problem
+from kimik3_prep.errors import InputError, ItemError, Problem
 from kimik3_prep.grid import Grid, GridRule
-from kimik3_prep.manifest import ITEM_SCHEMA, resolve
-
-#: Preprocessing paths in the order their shards are filled; the group names a shard: `cpu-00000`.
-GROUPS = ("cpu", "gpu", "local")
+from kimik3_prep.manifest import ITEM_SCHEMA
+from kimik3_prep.spans import GROUPS, Headers, Ints, Spans
 
 #: Bytes of one stored level, by `--dtype`.
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "uint8": 1}
@@ -40,6 +37,7 @@ PLAN_SCHEMA = pa.schema(
         ("source_size", pa.int64()),  # bytes and mtime of the file that was probed
         ("source_mtime_ns", pa.int64()),
         *[(name, pa.int64()) for name in _GRID_FIELDS],
+        ("in_patch_limit", pa.int64()),  # null where the config's own was not lowered
         ("shard", pa.string()),  # null for an item that failed while planning
         ("row", pa.int64()),
         ("patch_start", pa.int64()),
@@ -49,52 +47,13 @@ PLAN_SCHEMA = pa.schema(
     ]
 )
 
-Ints = npt.NDArray[np.int64]
-
-
-@dataclass(frozen=True, slots=True)
-class Spans:
-    """Rows that share stored patches.
-
-    of_row: span number of every manifest row. first_row: manifest row that names a span first.
-    groups: position in `GROUPS`, by span.
-    """
-
-    of_row: Ints
-    first_row: Ints
-    groups: Ints
-
-
-class Headers:
-    """What planning knows about each span: its size, or why it failed. Columns, because there may be millions.
-
-    width, height: pixels, 0 where unknown. mode, format: None where no header was read.
-    source_size, source_mtime_ns: of the file that was read, -1 where there was none.
-    """
-
-    def __init__(self, spans: int) -> None:
-        self.width, self.height = np.zeros(spans, np.int64), np.zeros(spans, np.int64)
-        self.source_size, self.source_mtime_ns = np.full(spans, -1, np.int64), np.full(spans, -1, np.int64)
-        self.mode: list[str | None] = [None] * spans
-        self.format: list[str | None] = [None] * spans
-        self.error_code: list[str | None] = [None] * spans
-        self.error_message: list[str | None] = [None] * spans
-
-    def recall(self, rows: pa.Table, known: npt.NDArray[np.bool_]) -> None:
-        """Take over what an earlier plan knew of the `known` spans; `rows` has a plan row for each span."""
-        for name in ("width", "height", "source_size", "source_mtime_ns"):
-            column: Ints = getattr(self, name)
-            column[known] = pc.fill_null(rows[name], int(name.startswith("source")) * -1).to_numpy()[known]
-        for name in ("mode", "format"):
-            values: list[str | None] = rows[name].to_pylist()
-            setattr(self, name, [value if keep else None for value, keep in zip(values, known, strict=True)])
-
 
 @dataclass(frozen=True, slots=True)
 class PlannedItem:
     """One stored image and where its patches go: `pixel_values[patch_start : patch_start + patch_count]`.
 
     width, height: pixels, of the header where `probed`, else of the manifest; 0 for local items that give none.
+    in_patch_limit: what the config's was lowered to for this image; None where it was not.
     """
 
     image: str
@@ -105,6 +64,7 @@ class PlannedItem:
     source_size: int | None
     source_mtime_ns: int | None
     grid: Grid
+    in_patch_limit: int | None
     row: int
     patch_start: int
 
@@ -140,45 +100,21 @@ def canonical_json(value: Any) -> str:
     return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
 
 
-def find_spans(items: pa.Table, base: str, default_backend: str, dedupe: bool) -> Spans:
-    """Which rows share stored patches. `items` is a table of `ITEM_SCHEMA`; without `dedupe` every row has its own."""
-    backend = pc.fill_null(items["backend"], default_backend)
-    group = pc.if_else(pc.equal(items["path"], "local"), "local", backend).combine_chunks()
-    if dedupe:
-        codes = _identity(items, group, base).dictionary_encode().indices.to_numpy()
-        _, first_row, of_row = np.unique(codes, return_index=True, return_inverse=True)
-    else:
-        of_row = first_row = np.arange(items.num_rows)
-    groups = pc.index_in(group, pa.array(GROUPS)).to_numpy()[first_row]
-    return Spans(of_row.astype(np.int64), first_row.astype(np.int64), groups.astype(np.int64))
-
-
-def _identity(items: pa.Table, groups: pa.Array, base: str) -> pa.Array:
-    """What makes two rows name the same image: the resolved path, the group, and what the row promises of the image."""
-    base = base.encode("utf-8", "surrogateescape").decode("utf-8", "replace")  # Arrow holds UTF-8 only
-    sources = pa.chunked_array(
-        [
-            pa.array([resolve(image, base) for image in chunk.to_pylist()], pa.large_string())
-            for chunk in items["image"].chunks
-        ],
-        pa.large_string(),
-    ).combine_chunks()
-    text = [
-        pc.fill_null(pc.cast(items[name].combine_chunks(), pa.large_string()), "")
-        for name in ("content_hash", "width", "height")
-    ]
-    return pc.binary_join_element_wise(
-        pc.cast(groups, pa.large_string()), sources, *text, pa.scalar("\x00", pa.large_string())
-    )
-
-
-def make_plan(items: pa.Table, spans: Spans, headers: Headers, rule: GridRule, shard_patches: int) -> pa.Table:
+def make_plan(
+    items: pa.Table,
+    spans: Spans,
+    headers: Headers,
+    rule: GridRule,
+    shard_patches: int,
+    max_tokens: int | None = None,
+) -> pa.Table:
     """The plan as a table of `PLAN_SCHEMA`: shard by shard in filling order, failed items last.
 
     shard_patches: patches that fit into one shard; a larger image gets a shard of its own.
+    max_tokens: most merged patches of an image, which is scaled down to them; one that cannot be has failed.
     """
+    grids, limits = _grids(items, spans, headers, rule, max_tokens)
     failed = np.array([code is not None for code in headers.error_code], bool)
-    grids = _grids(items, spans, headers, rule, failed)
     patches = grids[:, 4] * grids[:, 5]
     names, shard, row, start = _pack(spans, patches, failed, shard_patches)
     of_row = spans.of_row
@@ -200,6 +136,9 @@ def make_plan(items: pa.Table, spans: Spans, headers: Headers, rule: GridRule, s
         "error_code": pa.array(headers.error_code, pa.string()),
         "error_message": pa.array(headers.error_message, pa.string()),
     }
+    columns["in_patch_limit"] = pa.array(limits, mask=failed | (limits == 0))
+    if any(headers.content_hash):
+        columns["content_hash"] = pa.array(headers.content_hash, pa.string())
     for index, name in enumerate(_GRID_FIELDS):
         columns[name] = pa.array(grids[:, index].copy(), mask=failed if index > 3 else ~resized_here)
     if not np.array_equal(order, np.arange(len(order))):
@@ -209,23 +148,40 @@ def make_plan(items: pa.Table, spans: Spans, headers: Headers, rule: GridRule, s
     return pa.Table.from_arrays(arrays, schema=PLAN_SCHEMA)
 
 
-def _grids(items: pa.Table, spans: Spans, headers: Headers, rule: GridRule, failed: npt.NDArray[np.bool_]) -> Ints:
-    """The fields of `Grid` by span, `[spans, 7]`; zeros for the failed ones."""
-    grids = np.zeros((len(failed), len(_GRID_FIELDS)), np.int64)
+def _grids(
+    items: pa.Table, spans: Spans, headers: Headers, rule: GridRule, max_tokens: int | None
+) -> tuple[Ints, Ints]:
+    """By span: the fields of `Grid`, `[spans, 7]`, zeros for the failed ones; the lowered in_patch_limit, else zero.
+
+    Spans that no limit brings under `max_tokens` fail here.
+    """
+    wanted = np.array([code is None for code in headers.error_code], bool)
+    grids, limits = np.zeros((len(wanted), len(_GRID_FIELDS)), np.int64), np.zeros(len(wanted), np.int64)
     local = spans.groups == GROUPS.index("local")
-    sized = np.flatnonzero(~failed & ~local)
+    sized = np.flatnonzero(wanted & ~local)
     # Photographs come in few sizes: each one's grid is computed once.
     sizes, inverse = np.unique(headers.width[sized] << 32 | headers.height[sized], return_inverse=True)
-    fields = ("new_w", "new_h", "pad_w", "pad_h", "rows", "cols", "tokens")
-    by_size = [rule.grid(int(size) >> 32, int(size) & 0xFFFFFFFF) for size in sizes]
-    values = np.array([[getattr(grid, name) for name in fields] for grid in by_size], np.int64)
-    grids[sized] = values.reshape(-1, len(fields))[inverse]
-    given = np.flatnonzero(~failed & local)
+    by_size = np.zeros((len(sizes), len(_GRID_FIELDS) + 1), np.int64)
+    for number, size in enumerate(sizes):
+        width, height = int(size) >> 32, int(size) & 0xFFFFFFFF
+        limit = rule.in_patch_limit if max_tokens is None else rule.limit_within(width, height, max_tokens)
+        if limit is None:
+            for span in sized[inverse == number].tolist():
+                headers.fail(span, ItemError("too_many_tokens", f"no scale brings it down to {max_tokens:,} tokens"))
+            continue
+        grid = replace(rule, in_patch_limit=limit).grid(width, height)
+        fields = (grid.new_w, grid.new_h, grid.pad_w, grid.pad_h, grid.rows, grid.cols, grid.tokens)
+        by_size[number] = (*fields, limit if limit < rule.in_patch_limit else 0)
+    grids[sized], limits[sized] = by_size[inverse, :-1], by_size[inverse, -1]
+    given = np.flatnonzero(wanted & local)
     for span, (_, rows, cols) in zip(
-        given, items["grid_thw"].take(pa.array(spans.first_row[given])).to_pylist(), strict=True
+        given.tolist(), items["grid_thw"].take(pa.array(spans.first_row[given])).to_pylist(), strict=True
     ):
         grids[span, 4:] = rows, cols, rule.tokens(rows, cols)
-    return grids
+        if max_tokens is not None and rule.tokens(rows, cols) > max_tokens:
+            text = f"{rule.tokens(rows, cols):,} tokens, above --max-tokens; features made elsewhere cannot be scaled"
+            headers.fail(span, ItemError("too_many_tokens", text))
+    return grids, limits
 
 
 def _pack(
@@ -288,6 +244,7 @@ def shard_plan(name: str, rows: pa.Table) -> ShardPlan:
             source_size=row["source_size"],
             source_mtime_ns=row["source_mtime_ns"],
             grid=Grid(*(row[field] or 0 for field in _GRID_FIELDS)),
+            in_patch_limit=row["in_patch_limit"],
             row=row["row"],
             patch_start=row["patch_start"],
         )

@@ -12,12 +12,8 @@ import itertools
 import shutil
 import threading
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
@@ -25,21 +21,12 @@ from kimik3_prep import __version__
 from kimik3_prep.check import Checked, Reporter, Settings, check
 from kimik3_prep.disk import LOCK_NAME, only_run
 from kimik3_prep.errors import ItemError, Problem, RunError, TooManyFailures
-from kimik3_prep.folder import check_folder, open_run, sweep, uncommit
-from kimik3_prep.images import codec_versions, probe
-from kimik3_prep.manifest import Manifest, resolve
-from kimik3_prep.plan import (
-    GROUPS,
-    ITEM_BYTES,
-    Headers,
-    Spans,
-    find_spans,
-    fingerprint,
-    make_plan,
-    shard_plan,
-    split_shards,
-)
+from kimik3_prep.folder import check_folder, open_run, sweep
+from kimik3_prep.images import codec_versions
+from kimik3_prep.plan import ITEM_BYTES, fingerprint, shard_plan, split_shards
+from kimik3_prep.planning import plan, replan
 from kimik3_prep.shards import ShardFormat
+from kimik3_prep.spans import GROUPS
 from kimik3_prep.store import (
     FORMAT,
     Layout,
@@ -51,32 +38,8 @@ from kimik3_prep.store import (
 )
 from kimik3_prep.summary import PlanSummary, RunSummary, summarize, summarize_plan
 
-_WINDOW = 8192  # headers probed at a time, so that a million futures never exist at once
-
-
-# --- plan ---------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class _Earlier:
-    """A plan that was made before, in manifest order, and which of its rows are to be planned anew."""
-
-    rows: pa.Table
-    anew: npt.NDArray[np.bool_]
-
-
-def plan(settings: Settings, checked: Checked, reporter: Reporter, earlier: _Earlier | None = None) -> pa.Table:
-    """Probe headers where the manifest gives no size, and place every image. A table of `PLAN_SCHEMA`."""
-    spans = find_spans(checked.manifest.items, checked.manifest.base, checked.backend, settings.dedupe)
-    headers = Headers(len(spans.first_row))
-    wanted = np.ones(len(spans.first_row), bool)
-    if earlier is not None:
-        wanted = earlier.anew[spans.first_row]
-        headers.recall(earlier.rows.take(pa.array(spans.first_row)), ~wanted)
-    _read_headers(settings, checked.manifest, spans, wanted, headers, reporter)
-    patch_bytes = 3 * checked.config.patch_size**2 * ITEM_BYTES[settings.dtype]
-    shard_patches = max(1, settings.shard_size // patch_bytes)
-    return make_plan(checked.manifest.items, spans, headers, checked.config.grid_rule(), shard_patches)
+if TYPE_CHECKING:
+    from kimik3_prep.work import ShardJob
 
 
 def dry_run(settings: Settings, reporter: Reporter) -> PlanSummary:
@@ -84,76 +47,6 @@ def dry_run(settings: Settings, reporter: Reporter) -> PlanSummary:
     checked = check(settings, reporter)
     table = plan(settings, checked, reporter)
     return summarize_plan(table, checked.config.patch_size)
-
-
-def _read_headers(
-    settings: Settings,
-    manifest: Manifest,
-    spans: Spans,
-    unknown: npt.NDArray[np.bool_],
-    headers: Headers,
-    reporter: Reporter,
-) -> None:
-    """Sizes of the `unknown` spans: the manifest's where it gives them, else from the image headers, on a pool."""
-    items = manifest.items.select(["image", "width", "height"])
-    given = pc.fill_null(items["width"], 0).to_numpy()[spans.first_row]
-    headers.width[unknown] = given[unknown]
-    headers.height[unknown] = pc.fill_null(items["height"], 0).to_numpy()[spans.first_row][unknown]
-    wanted = np.flatnonzero(unknown & (given == 0) & (spans.groups != GROUPS.index("local")))
-    if not len(wanted):
-        return
-    reporter.phase("headers", len(wanted))
-
-    def read(span: int, image: str) -> None:
-        try:
-            header = probe(resolve(image, manifest.base), settings.max_pixels)
-        except ItemError as error:
-            headers.error_code[span], headers.error_message[span] = error.code, error.message
-            reporter.advance(1, 0, 0, 1)
-            return
-        headers.width[span], headers.height[span] = header.width, header.height
-        headers.mode[span], headers.format[span] = header.mode, header.format
-        if header.stamp is not None:
-            headers.source_size[span], headers.source_mtime_ns[span] = header.stamp.size, header.stamp.mtime_ns
-        reporter.advance(1, header.width * header.height, 0, 0)
-
-    with ThreadPoolExecutor(settings.workers, "header") as pool:
-        try:
-            for begin in range(0, len(wanted), _WINDOW):
-                window = wanted[begin : begin + _WINDOW]
-                names = items["image"].take(pa.array(spans.first_row[window])).to_pylist()
-                list(pool.map(read, window.tolist(), names))
-        except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)
-            raise
-
-
-def _replan(settings: Settings, checked: Checked, layout: Layout, reporter: Reporter) -> None:
-    """`--retry-failed`: plan as a new run would, but for the headers of what is stored already, which stay.
-
-    Commits that the new plan does not keep are taken back before it is written, so a kill in between leaves the old
-    plan with some of its shards to do, and the same command begins here again: what is in no shard is planned anew.
-    """
-    rows = pa.concat_tables(read_plan(layout))
-    rows = rows.take(pa.array(np.argsort(rows["item"].to_numpy())))
-    before = {name: shard for name, shard in split_shards(read_plan(layout)) if name is not None}
-    stored = np.zeros(rows.num_rows, bool)
-    faulty = set()
-    for name in filter(layout.committed, before):
-        index = read_index(layout.shard_index(name), ["item", "status"])
-        fine = pc.equal(index["status"], "ok").to_numpy()
-        stored[index["item"].to_numpy()[fine]] = True
-        if not fine.all():
-            faulty.add(name)
-    if stored.all():
-        return
-    table = plan(settings, checked, reporter, _Earlier(rows, ~stored))
-    after = dict(split_shards(iter([table])))
-    uncommit(layout, [n for n, old in before.items() if n in faulty or n not in after or not old.equals(after[n])])
-    write_plan(layout, table)
-
-
-# --- run ----------------------------------------------------------------------------------------------------------
 
 
 def prepare(settings: Settings, reporter: Reporter) -> RunSummary:
@@ -179,12 +72,13 @@ def _run(settings: Settings, checked: Checked, layout: Layout, facts: dict[str, 
     if not layout.plan.is_file():
         write_plan(layout, plan(settings, checked, reporter))
     elif settings.retry_failed:
-        _replan(settings, checked, layout, reporter)
+        replan(settings, checked, layout, reporter)
     if layout.index.is_file():  # finished while this run waited to begin, or nothing had failed
         return summarize(layout, skipped=-1)
     checked = checked.without_items()  # the plan is read from disk from here on, a piece at a time
     skipped = _fill(settings, checked, layout, facts, reporter)
     _merge(layout, run_metadata(facts))
+    _tell_of_orientations(layout, settings.exif, reporter)
     return summarize(layout, skipped)
 
 
@@ -200,7 +94,8 @@ def _facts(settings: Settings, checked: Checked) -> dict[str, Any]:
         "shard_size": settings.shard_size,
         "dedupe": settings.dedupe,
         "max_pixels": settings.max_pixels,
-        "exif": "ignore",
+        "max_tokens": settings.max_tokens,
+        "exif": settings.exif,
         "decoders": codec_versions(),
     }
 
@@ -229,7 +124,7 @@ def _fill(settings: Settings, checked: Checked, layout: Layout, facts: dict[str,
     """Run the shard jobs that are not committed yet; returns how many were."""
     from kimik3_prep.engines import run_local
     from kimik3_prep.pixels_cpu import lost_levels
-    from kimik3_prep.work import Control, ShardJob, Stopped
+    from kimik3_prep.work import Control, Stopped
 
     if lost := lost_levels(checked.config, settings.dtype):
         what = f"with this image_mean and image_std {settings.dtype} merges {lost} of the 256 levels of a channel"
@@ -237,7 +132,7 @@ def _fill(settings: Settings, checked: Checked, layout: Layout, facts: dict[str,
     pending, patches, done, failures = _survey(layout)
     _warn_of_a_full_disk(layout, settings.dtype, patches * 3 * checked.config.patch_size**2, reporter)
     limit = _FailureLimit(0 if settings.on_error == "fail" else settings.max_failures, failures)
-    control = Control()
+    control = Control(item_timeout=settings.item_timeout)
 
     def on_item(pixels: int, size: int, error: ItemError | None) -> None:
         reporter.advance(1, pixels, size, int(error is not None))
@@ -246,36 +141,42 @@ def _fill(settings: Settings, checked: Checked, layout: Layout, facts: dict[str,
 
     control.on_item = on_item
     control.note = lambda text: reporter.warn(Problem("--batch-bytes", text, severity="warning"))
-    form = {
-        group: ShardFormat(settings.dtype, checked.config.patch_size, {**run_metadata(facts), "group": group})
-        for group in GROUPS
-    }
-    devices = itertools.cycle(checked.devices or ("cpu",))
-
-    def jobs() -> Iterator[ShardJob]:
-        for name, rows in split_shards(read_plan(layout)):
-            if name is not None and not layout.committed(name):
-                shard = shard_plan(name, rows)
-                yield ShardJob(
-                    root=layout.root,
-                    base=checked.manifest.base,
-                    shard=shard,
-                    form=form[shard.group],
-                    config=checked.config,
-                    max_pixels=settings.max_pixels,
-                    device=next(devices) if shard.group == "gpu" else "cpu",
-                    batch_bytes=settings.batch_bytes,
-                )
-
     limit.check()
     reporter.phase("images", pending)
     try:
-        for _ in run_local(jobs(), settings.workers, max(2, len(checked.devices)), control):
+        for _ in run_local(
+            _jobs(settings, checked, layout, facts), settings.workers, max(2, len(checked.devices)), control
+        ):
             pass
     except Stopped:
         limit.check()
         raise RunError("the run was stopped") from None
     return done
+
+
+def _jobs(settings: Settings, checked: Checked, layout: Layout, facts: dict[str, Any]) -> Iterator[ShardJob]:
+    """A job for each shard that is not committed yet."""
+    from kimik3_prep.work import ShardJob
+
+    form = {
+        group: ShardFormat(settings.dtype, checked.config.patch_size, {**run_metadata(facts), "group": group})
+        for group in GROUPS
+    }
+    devices = itertools.cycle(checked.devices or ("cpu",))
+    for name, rows in split_shards(read_plan(layout)):
+        if name is not None and not layout.committed(name):
+            shard = shard_plan(name, rows)
+            yield ShardJob(
+                root=layout.root,
+                base=checked.manifest.base,
+                shard=shard,
+                form=form[shard.group],
+                config=checked.config,
+                max_pixels=settings.max_pixels,
+                turn=settings.exif == "apply",
+                device=next(devices) if shard.group == "gpu" else "cpu",
+                batch_bytes=settings.batch_bytes,
+            )
 
 
 def _survey(layout: Layout) -> tuple[int, int, int, int]:
@@ -303,6 +204,19 @@ def _warn_of_a_full_disk(layout: Layout, dtype: str, levels: int, reporter: Repo
         hint += f"; --dtype uint8 would need {levels:,}"
     what = f"{needed:,} bytes are to be written and {free:,} are free"
     reporter.warn(Problem(str(layout.root), what, hint=hint, severity="warning"))
+
+
+def _tell_of_orientations(layout: Layout, exif: str, reporter: Reporter) -> None:
+    """Engines differ in what they do with an EXIF orientation, so nobody should be surprised by it. Not for TIFF."""
+    index = read_index(layout.index, ["exif_orientation", "format"])
+    rows = pc.and_(pc.greater(index["exif_orientation"], 1), pc.not_equal(index["format"], "TIFF"))
+    if not (count := pc.sum(rows).as_py() or 0):
+        return
+    does = "was ignored, as SGLang and the checkpoint do; vLLM's loader applies it, as --exif apply does"
+    if exif == "apply":
+        does = "was applied, as vLLM's loader does; SGLang and the checkpoint ignore it"
+    what = f"the EXIF orientation of {count:,} item{'' if count == 1 else 's'} {does}"
+    reporter.warn(Problem("--exif", what, severity="warning"))
 
 
 class _FailureLimit:

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import pyarrow as pa
+import pyarrow.compute as pc
 
 from kimik3_prep.config import PreprocessorConfig
 from kimik3_prep.errors import InputError, ItemError, Problem
-from kimik3_prep.images import Decoded, decode, read_file
+from kimik3_prep.fields import show
+from kimik3_prep.images import Decoded, decode
 from kimik3_prep.manifest import resolve
 from kimik3_prep.plan import PlannedItem, shard_plan, split_shards
 from kimik3_prep.shards import open_shard
+from kimik3_prep.sources import read_file
 from kimik3_prep.store import Layout, read_index, read_plan, read_run
 from kimik3_prep.verify import Finding
 
@@ -54,42 +57,60 @@ def against_source(
     facts = record["facts"]
     config = PreprocessorConfig.from_dict(facts["config"])
     base = str(manifest.resolve().parent if manifest else Path.cwd())
+    if manifest is None:
+        _check_base(layout, base)
     computers: list[Compute] = [_by_backend(config, facts)] if backend else []
     if processor is not None:
         computers.append(_by_processor(processor, config, facts))
-    total = sum(_stored(rows) for name, rows in split_shards(read_plan(layout)) if name and layout.committed(name))
+    total = sum(len(_stored(layout, name)) for name, _ in split_shards(read_plan(layout)) if name)
     chosen = set(np.linspace(0, total - 1, min(sample or total, total)).astype(int).tolist()) if total else set()
     differences: list[Finding] = []
     compared = number = 0
     for name, rows in split_shards(read_plan(layout)):
-        if name is None or not layout.committed(name):
-            continue
-        for item in shard_plan(name, rows).items:
+        stored = _stored(layout, name) if name else {}
+        for item in shard_plan(name, rows).items if name and stored else ():
+            if (told := stored.get(rows["item"][rows["row"].index(item.row).as_py()].as_py())) is None:
+                continue
             number += 1
             if number - 1 in chosen:
-                compared += 1
-                differences += _compare(layout, name, rows, item, resolve(item.image, base), computers)
+                found = _compare(layout, told, item, resolve(item.image, base), computers)
+                compared += found is not None
+                differences += found or []
     return {"compared": compared, "differences": [asdict(finding) for finding in differences]}
 
 
-def _stored(rows: pa.Table) -> int:
-    return int(rows["row"].to_numpy().max()) + 1
+def _check_base(layout: Layout, base: str) -> None:
+    """Raises InputError where images were named relative to a manifest that is elsewhere."""
+    for rows in read_plan(layout):
+        for image in rows["image"].to_pylist():
+            if resolve(image, base) != resolve(image, "/") and not os.path.lexists(resolve(image, base)):
+                what = f"{show(image)} was named relative to the manifest's folder, and is not in this one"
+                raise InputError([Problem("--against-source", what, hint="add --manifest FILE")])
+
+
+def _stored(layout: Layout, name: str) -> dict[int, dict[str, Any]]:
+    """Index rows of a shard's stored images, one for each, by manifest row."""
+    if not layout.committed(name):
+        return {}
+    index = read_index(layout.shard_index(name))
+    rows = index.filter(pc.equal(index["status"], "ok")).to_pylist()
+    first: dict[int, dict[str, Any]] = {}
+    for row in rows:
+        first.setdefault(row["row"], row)
+    return {row["item"]: row for row in first.values()}
 
 
 def _compare(
-    layout: Layout, name: str, rows: pa.Table, item: PlannedItem, source: str, computers: list[Compute]
-) -> list[Finding]:
+    layout: Layout, told: dict[str, Any], item: PlannedItem, source: str, computers: list[Compute]
+) -> list[Finding] | None:
+    """What differs of one image, of which the index tells; None where `verify` cannot open its shard."""
     import torch
 
-    file = f"shards/{name}.safetensors"
-    at = rows["row"].to_pylist().index(item.row)
-    told = read_index(layout.shard_index(name)).slice(at, 1).to_pylist()[0]
-    if told["status"] == "failed":
-        return []
+    file = f"shards/{told['shard']}.safetensors"
     try:
-        pixels = open_shard(layout.shard(name)).raw("pixel_values")
+        pixels = open_shard(layout.shard(told["shard"])).raw("pixel_values")
     except InputError:
-        return []  # said by `verify`
+        return None
     begin = told["patch_start"]
     stored = np.ascontiguousarray(pixels[begin : begin + told["patch_count"]]).view(np.uint8).tobytes()
     found = []
@@ -131,7 +152,7 @@ def _by_backend(config: PreprocessorConfig, facts: dict[str, Any]) -> Compute:
 
 
 def _decode(item: PlannedItem, source: str, facts: dict[str, Any]) -> Decoded:
-    decoded = decode(source, facts["max_pixels"])
+    decoded = decode(source, facts["max_pixels"], turn=facts["exif"] == "apply")
     if decoded.image.size != (item.width, item.height):
         raise ItemError("source_changed", f"the image is {decoded.image.width} x {decoded.image.height} pixels")
     return decoded

@@ -14,9 +14,9 @@ from __future__ import annotations
 
 import json
 import re
+from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +48,7 @@ INDEX_SCHEMA = pa.schema(
         ("row", pa.int64()),  # row of the shard's grid_thws
         *[(name, pa.int64()) for name in ("patch_start", "patch_count", "grid_t", "grid_h", "grid_w", "num_tokens")],
         *[(name, pa.int64()) for name in ("width", "height", "new_width", "new_height", "pad_width", "pad_height")],
+        ("in_patch_limit", pa.int64()),  # what --max-tokens lowered the config's to; null where it did not
         ("mode", pa.string()),
         ("format", pa.string()),
         ("exif_orientation", pa.int64()),
@@ -58,9 +59,10 @@ INDEX_SCHEMA = pa.schema(
 )
 
 #: Null for a failed item: it has no place in a shard and no tokens.
-_GRID = ("grid_h", "grid_w", "num_tokens", "new_width", "new_height", "pad_width", "pad_height")
+_GRID = ("grid_h", "grid_w", "num_tokens", "new_width", "new_height", "pad_width", "pad_height", "in_patch_limit")
 _PLACE = ("shard", "patch_count", *_GRID)
 _ROW_GROUP = 65_536
+_HELD_BYTES = 256 << 20  # of shard indexes while they are merged
 _AT_ONCE = 16_384  # index rows that are Python objects at a time: one image may have a million rows
 
 #: The names that are ours to remove.
@@ -261,11 +263,19 @@ def write_index(layout: Layout, shards: Iterable[str], failed: Sequence[pa.Table
     """
     names = list(shards)
 
-    @lru_cache(maxsize=256)
+    held: OrderedDict[int, pa.Table] = OrderedDict()
+
     def part(number: int) -> pa.Table:
+        """A part's rows, kept while there is room: those of one window lie in few shards, or, repeated, in many."""
         if number >= len(names):
             return failed[number - len(names)]
-        return read_index(layout.shard_index(names[number])).replace_schema_metadata(None)
+        if number not in held:
+            held[number] = read_index(layout.shard_index(names[number])).replace_schema_metadata(None)
+        held.move_to_end(number)
+        table = held[number]
+        while len(held) > 1 and sum(other.nbytes for other in held.values()) > _HELD_BYTES:
+            held.popitem(last=False)
+        return table
 
     columns = [read_index(layout.shard_index(name), ["item"])["item"] for name in names]
     items = [column.to_numpy() for column in (*columns, *(table["item"] for table in failed))]

@@ -10,7 +10,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from kimik3_prep.plan import GROUPS, ITEM_BYTES
+from kimik3_prep.plan import ITEM_BYTES
+from kimik3_prep.spans import GROUPS
 from kimik3_prep.store import Layout, read_index
 
 

@@ -25,7 +25,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn
 from rich.text import Text
 
 from kimik3_prep.config import Diagnosis
-from kimik3_prep.errors import InputError, PrepError, Problem
+from kimik3_prep.errors import InputError, PrepError, Problem, RunError
 from kimik3_prep.summary import PlanSummary, RunSummary
 
 _EVERY = 5.0  # seconds between progress lines where there is no terminal
@@ -37,8 +37,25 @@ _HARMFUL = re.compile("[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-
 _PLAIN = str.maketrans({"…": "...", "█": "#"})
 
 
+class CannotPrint(RunError):
+    """Standard output takes nothing any more: what was to be said is lost, and only stderr can tell."""
+
+
 class _Stream(Console):
     """A console whose reader may go away: `head` has seen enough, and the exit code stays that of the work."""
+
+    def print(self, *objects: Any, **how: Any) -> None:
+        """Print, or raise CannotPrint where standard output is full; a full stderr is nobody's loss."""
+        try:
+            super().print(*objects, **how)
+        except OSError as error:
+            self.give_up(error)
+
+    def give_up(self, error: OSError) -> None:
+        """After an error of the stream: be quiet from here on. Raises CannotPrint for standard output."""
+        self.on_broken_pipe()
+        if not self.stderr and not isinstance(error, BrokenPipeError):
+            raise CannotPrint(f"cannot write to standard output: {error.strerror or error}") from error
 
     def on_broken_pipe(self) -> None:
         self.quiet = True
@@ -61,8 +78,8 @@ def print_json(value: Any) -> None:
     try:
         sys.stdout.write(text + "\n")
         sys.stdout.flush()
-    except BrokenPipeError:
-        out.on_broken_pipe()
+    except OSError as error:
+        out.give_up(error)
 
 
 def harmless(text: str, most: int | None = None) -> str:

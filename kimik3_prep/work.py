@@ -7,7 +7,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Executor, Future, wait
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +17,16 @@ import xxhash
 from kimik3_prep.config import PreprocessorConfig
 from kimik3_prep.errors import ItemError, RunError
 from kimik3_prep.grid import GridRule
-from kimik3_prep.images import Decoded, Stamp, decode, foreign_errors, read_file
+from kimik3_prep.images import Decoded, decode
 from kimik3_prep.local import cast_features, read_features
 from kimik3_prep.manifest import resolve
 from kimik3_prep.pixels_cpu import TORCH_DTYPES, PatchMaker, rgb_pixels
 from kimik3_prep.pixels_device import Batches, DeviceBackend, Upload, upload
 from kimik3_prep.plan import PlannedItem, ShardPlan
 from kimik3_prep.shards import ShardFormat, ShardWriter
+from kimik3_prep.sources import Stamp, foreign_errors, read_file
 from kimik3_prep.store import Layout, Outcome, Stored, index_table, write_shard_index
+from kimik3_prep.threads import DEFAULT_ITEM_TIMEOUT, in_time
 
 #: Decoded images that may wait for a device, beyond those in its batches.
 _DECODED_AHEAD = 16
@@ -34,7 +36,8 @@ _DECODED_AHEAD = 16
 class ShardJob:
     """Everything one shard needs, picklable.
 
-    base: folder that relative paths start from. device and batch_bytes (source pixels of a batch): gpu shards only.
+    base: folder that relative paths start from. turn: apply EXIF orientations. device and batch_bytes
+    (source pixels of a batch): gpu shards only.
     """
 
     root: Path
@@ -43,13 +46,14 @@ class ShardJob:
     form: ShardFormat
     config: PreprocessorConfig
     max_pixels: int
+    turn: bool
     device: str
     batch_bytes: int
 
-    @property
-    def rule(self) -> GridRule:
-        """The grid rule of the config."""
-        return self.config.grid_rule()
+    def rule(self, item: PlannedItem) -> GridRule:
+        """The grid rule of an item: the config's, unless its limit was lowered."""
+        rule = self.config.grid_rule()
+        return rule if item.in_patch_limit is None else replace(rule, in_patch_limit=item.in_patch_limit)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -78,12 +82,13 @@ class Control:
     """How a run watches its jobs and stops them: lives in the driver, shared by the threads of a local engine.
 
     on_item: called from worker threads after each stored image: source pixels, stored bytes, its error or None.
-    note: called with a sentence a person should see.
+    note: called with a sentence a person should see. item_timeout: seconds for reading and decoding one image.
     """
 
     on_item: Callable[[int, int, ItemError | None], None] = lambda pixels, size, error: None
     note: Callable[[str], None] = lambda text: None
     stop: threading.Event = field(default_factory=threading.Event)
+    item_timeout: float = DEFAULT_ITEM_TIMEOUT
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,17 +184,27 @@ def _fill_each(
         try:
             source, blocks = prepare(item)
         except ItemError as error:
+            in_time()
             return _failed(item, error, control)
+        in_time()
         return _store(item, source, blocks, writer, control)
 
     futures = {item.row: images.submit(fill, item) for item in job.shard.items}
     try:
-        return {row: future.result() for row, future in futures.items()}
+        return {item.row: _outcome(item, futures[item.row], control) for item in job.shard.items}
     except BaseException:
+        control.stop.set()
         for future in futures.values():
             future.cancel()
         wait(futures.values())  # the file is about to be closed: nobody may still be writing to it
         raise
+
+
+def _outcome(item: PlannedItem, future: Future[_Result], control: Control) -> _Result:
+    try:
+        return future.result()
+    except ItemError as error:  # its thread was given up
+        return _failed(item, error, control)
 
 
 def _fill_on_device(job: ShardJob, writer: ShardWriter, images: Executor, control: Control) -> dict[int, _Result]:
@@ -288,10 +303,10 @@ def _decode(item: PlannedItem, job: ShardJob) -> Decoded:
     planned = None
     if item.source_size is not None and item.source_mtime_ns is not None:
         planned = Stamp(item.source_size, item.source_mtime_ns)
-    decoded = decode(resolve(item.image, job.base), job.max_pixels, planned)
+    decoded = decode(resolve(item.image, job.base), job.max_pixels, planned, job.turn)
     _check_hash(item, decoded.content_hash)
     width, height = decoded.image.size
-    if (width, height) != (item.width, item.height) or job.rule.grid(width, height) != item.grid:
+    if (width, height) != (item.width, item.height) or job.rule(item).grid(width, height) != item.grid:
         found = f"the image is {width} x {height} pixels"
         if item.probed:
             raise ItemError("source_changed", f"{found}; its header said {item.width} x {item.height}")

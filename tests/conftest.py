@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import subprocess
@@ -74,6 +75,15 @@ def write_manifest(path: Path, rows: list[dict[str, Any]]) -> Path:
     """A JSON Lines manifest."""
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
+
+
+def slow_jpeg(side: int, scans: int) -> bytes:
+    """A small progressive JPEG whose last scan comes again and again, each time over the whole picture."""
+    buffer = io.BytesIO()
+    Image.new("L", (side, side), 90).save(buffer, "JPEG", progressive=True)
+    data = buffer.getvalue()
+    last = data[data.rindex(b"\xff\xda") : -2]
+    return data[:-2] + last * scans + data[-2:]
 
 
 class Silent:

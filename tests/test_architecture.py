@@ -21,14 +21,14 @@ CONTRIBUTING = ROOT / ".github" / "CONTRIBUTING.md"
 #: A new module gets a place here and in the table of CONTRIBUTING.md.
 FLOORS = (
     ("__init__", "errors", "strict_json"),
-    ("grid", "levels", "disk", "config_rules", "config"),
+    ("threads", "grid", "levels", "disk", "config_rules", "config"),
     ("fields", "manifest"),
-    ("plan",),
-    ("images", "shards", "store", "folder", "summary"),
+    ("spans", "plan"),
+    ("sources", "images", "shards", "store", "folder", "summary"),
     ("resample", "pixels_cpu", "pixels_device", "local", "devices", "reading", "features", "training"),
     ("work",),
     ("engines",),
-    ("check", "prepare", "verify", "recompute", "inspection", "pictures"),
+    ("check", "planning", "prepare", "verify", "recompute", "inspection", "pictures"),
     ("terminal", "findings", "cli"),
 )
 ORDER = [module for floor in FLOORS for module in floor]
@@ -39,7 +39,7 @@ LIBRARIES = {
     "rich": {"cli", "terminal"},
     "ray": {"engines"},
     "safetensors": {"shards", "local"},
-    "fsspec": {"images", "check"},
+    "fsspec": {"sources", "check"},
 }
 #: Modules that import torch as they are imported. Nothing on the way to --help, inspect or a dry run imports these.
 OF_TORCH = {"resample", "pixels_cpu", "pixels_device", "local", "work", "recompute", "features", "training"}
@@ -48,7 +48,7 @@ OF_TORCH = {"resample", "pixels_cpu", "pixels_device", "local", "work", "recompu
 FRONT_DOOR = {"features"}
 
 #: Where foreign exceptions of any kind are caught, to be translated.
-SEAMS = {("images", "foreign_errors"), ("images", "_fetch"), ("cli", "_exit_codes")}
+SEAMS = {("sources", "foreign_errors"), ("sources", "_fetch"), ("threads", "_work"), ("cli", "_exit_codes")}
 
 MODULES = {path.stem: ast.parse(path.read_text(encoding="utf-8")) for path in sorted(PACKAGE.rglob("*.py"))}
 
@@ -300,7 +300,7 @@ def test_the_seams_are_there() -> None:
     ],
 )
 def test_a_handler_that_is_too_broad_is_found(body: str, found: list[int]) -> None:
-    assert broad_handlers("images", ast.parse(body)) == found
+    assert broad_handlers("sources", ast.parse(body)) == found
 
 
 def undocumented(module: str, tree: ast.Module) -> list[str]:

@@ -246,7 +246,7 @@ def test_ctrl_c_ends_with_130_and_resumes(run: Run, tmp_path: Path) -> None:
     rows = []
     for number in range(3):
         picture(1200, 900, seed=number).save(tmp_path / f"{number}.jpg")
-        rows += [{"id": f"{number}-{copy}", "image": f"{number}.jpg"} for copy in range(14)]
+        rows += [{"id": f"{number}-{copy}", "image": f"{number}.jpg"} for copy in range(80)]
     write_manifest(tmp_path / "m.jsonl", rows)
     arguments = ["encode", "m.jsonl", "--config", "kimi-k3", "--dedupe", "off", "--shard-size", "5MB"]
     arguments += ["--dtype", "uint8", "-j", "1", "-o", "out"]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import reference
 from conftest import golden_cases
@@ -105,3 +107,25 @@ def test_no_size_below_one(size: tuple[int, int]) -> None:
 def test_a_side_limit_that_padding_would_break_is_refused() -> None:
     with pytest.raises(ValueError, match="side limit of 511"):
         GridRule(14, 2, 65536, 511).grid(8000, 100)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.integers(1, 400), st.integers(1, 400), st.integers(1, 60), st.integers(1, 120))
+@example(400, 1, 1, 120)
+def test_the_lowered_limit_is_the_largest_that_fits(width: int, height: int, most: int, limit: int) -> None:
+    """Against trying every limit there is."""
+    rule = GridRule(14, 2, limit, 512)
+    fitting = [n for n in range(1, limit + 1) if replace(rule, in_patch_limit=n).grid(width, height).tokens <= most]
+    assert rule.limit_within(width, height, most) == (max(fitting) if fitting else None)
+
+
+def test_what_no_limit_brings_down() -> None:
+    assert PUBLISHED.limit_within(30_000, 1, 4) is None
+    assert PUBLISHED.limit_within(28, 28, 1) == 65536
+
+
+def test_a_fixed_number_of_tokens_is_no_grid() -> None:
+    fixed = replace(PUBLISHED, fixed_output_tokens=7)
+    limit = fixed.limit_within(2800, 2800, 100)
+    assert limit is not None
+    assert replace(fixed, in_patch_limit=limit).grid(2800, 2800).patches <= 400

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import contextlib
 import errno
 import hashlib
@@ -22,7 +21,6 @@ import pytest
 from conftest import GOLDEN, golden_cases, picture
 from PIL import Image, ImageFile, UnidentifiedImageError
 
-from kimik3_prep import images
 from kimik3_prep.errors import ItemError
 from kimik3_prep.images import FORMATS, Stamp, codec_versions, decode, probe
 
@@ -66,21 +64,6 @@ def test_what_went_wrong_is_said(name: str, code: str, word: str, golden: Path) 
     assert str(golden) not in caught.value.message  # the same words on every machine
 
 
-def test_folders_pipes_and_sockets_are_errors_not_hangs(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "pipe")
-    for path in (tmp_path, tmp_path / "pipe", Path("/dev/null")):
-        with pytest.raises(ItemError) as caught:
-            probe(str(path))
-        assert caught.value.code == "not_a_file"
-
-
-def test_paths_that_cannot_be(tmp_path: Path) -> None:
-    os.symlink("loop", tmp_path / "loop")
-    for path in (str(tmp_path / "loop"), str(tmp_path / ("x" * 5000)), f"{tmp_path}/a\0b", str(tmp_path / "no" / "a")):
-        with pytest.raises(ItemError):
-            decode(path)
-
-
 @pytest.mark.parametrize(
     ("size", "limit", "fine"), [((20, 10), 200, True), ((20, 10), 199, False), ((20, 10), 1, False)]
 )
@@ -99,20 +82,6 @@ def test_a_raised_pixel_limit_lets_larger_images_in(golden: Path) -> None:
     assert probe(str(golden / "images" / "bomb_error.png"), 200_000_000).width == 14_000
 
 
-def test_data_urls() -> None:
-    buffer = io.BytesIO()
-    picture(30, 20).save(buffer, "PNG")
-    url = "data:image/png;base64," + base64.b64encode(buffer.getvalue()).decode()
-    assert probe(url).width == 30
-    decoded = decode(url)
-    assert decoded.content_hash == f"sha256:{hashlib.sha256(buffer.getvalue()).hexdigest()}"
-    percent = "data:," + "".join(f"%{byte:02x}" for byte in buffer.getvalue())
-    assert decode(percent).image.tobytes() == decoded.image.tobytes()
-    for bad in ("data:image/png;base64", "data:image/png;base64,@@@", "data:image/png;base64,AAA"):
-        with pytest.raises(ItemError, match="bad_data_url"):
-            decode(bad)
-
-
 def test_a_file_that_changed_after_the_probe_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "a.png"
     picture(30, 20).save(path)
@@ -122,16 +91,6 @@ def test_a_file_that_changed_after_the_probe_is_refused(tmp_path: Path) -> None:
     os.utime(path, ns=(stamp.mtime_ns, stamp.mtime_ns + 1))
     with pytest.raises(ItemError, match="source_changed"):
         decode(str(path), planned=stamp)
-
-
-def test_large_files_are_hashed_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "a.png"
-    picture(60, 40).save(path)
-    whole = decode(str(path))
-    monkeypatch.setattr(images, "_READ_WHOLE", 10)
-    pieces = decode(str(path))
-    assert pieces.content_hash == whole.content_hash
-    assert pieces.image.tobytes() == whole.image.tobytes()
 
 
 @pytest.mark.parametrize("orientation", [1, 6, 8])

@@ -15,18 +15,8 @@ from hypothesis import strategies as st
 from kimik3_prep.errors import InputError
 from kimik3_prep.grid import GridRule
 from kimik3_prep.manifest import read_manifest
-from kimik3_prep.plan import (
-    PLAN_SCHEMA,
-    Headers,
-    Spans,
-    canonical_json,
-    find_spans,
-    fingerprint,
-    make_plan,
-    parse_size,
-    shard_plan,
-    split_shards,
-)
+from kimik3_prep.plan import PLAN_SCHEMA, canonical_json, fingerprint, make_plan, parse_size, shard_plan, split_shards
+from kimik3_prep.spans import Headers, Spans, find_spans
 
 RULE = GridRule(14, 2, 65536, 512)
 
@@ -188,3 +178,31 @@ def test_sizes(text: str, size: int) -> None:
 def test_what_is_no_size(text: str) -> None:
     with pytest.raises(InputError, match="--shard-size"):
         parse_size(text, "--shard-size")
+
+
+def test_a_token_budget_lowers_the_limit_of_the_images_that_need_it(tmp_path: Path) -> None:
+    rows = [
+        row("small.png", 280, id="small"),  # 100 tokens
+        row("large.png", 2800, id="large"),
+        {"id": "thin", "image": "thin.png", "width": 30_000, "height": 1},
+        {"id": "local", "features": "f.npy", "grid_thw": [1, 40, 40]},
+        {"id": "local-small", "features": "g.npy", "grid_thw": [1, 4, 4]},
+    ]
+    manifest = read_manifest(str(write_manifest(tmp_path / "m.jsonl", rows)))
+    spans = find_spans(manifest.items, manifest.base, "cpu", True)
+    headers = Headers(5)
+    for span, number in enumerate(spans.first_row.tolist()):
+        headers.width[span], headers.height[span] = rows[number].get("width", 0), rows[number].get("height", 0)
+    plan = make_plan(manifest.items, spans, headers, RULE, 10_000, max_tokens=100).to_pylist()
+    found = {r["id"]: (r["num_tokens"], r["in_patch_limit"], r["error_code"]) for r in plan}
+    limit = RULE.limit_within(2800, 2800, 100)
+    assert found["small"] == (100, None, None)
+    assert found["large"][1:] == (limit, None)
+    assert 81 <= found["large"][0] <= 100
+    assert found["thin"][0] <= 100
+    assert found["local"][2] == "too_many_tokens"
+    assert found["local-small"] == (4, None, None)
+    plan = make_plan(manifest.items, spans, headers, RULE, 10_000, max_tokens=4).to_pylist()
+    errors = {r["id"]: r["error_message"] for r in plan if r["error_code"] == "too_many_tokens"}
+    assert errors["thin"] == "no scale brings it down to 4 tokens"
+    assert errors.keys() == {"thin", "local"}

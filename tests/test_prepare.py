@@ -6,6 +6,7 @@ import hashlib
 import os
 import shutil
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +19,13 @@ import safetensors.torch
 import torch
 import xxhash
 from conftest import GOLDEN, golden_cases, picture, write_manifest
+from PIL import Image
 
 from kimik3_prep import work
 from kimik3_prep.check import Settings, default_output
+from kimik3_prep.config import PreprocessorConfig
 from kimik3_prep.errors import InputError, ItemError, PlanMismatch, Problem, TooManyFailures
-from kimik3_prep.pixels_cpu import TORCH_DTYPES, level_table
+from kimik3_prep.pixels_cpu import TORCH_DTYPES, level_table, write_patches
 from kimik3_prep.prepare import dry_run, prepare
 
 CASES = golden_cases("images")
@@ -164,7 +167,7 @@ def test_every_row_has_one_index_row_and_repeats_share_a_span(mixed: Path, tmp_p
 
 
 def test_dedupe_off_stores_every_row(mixed: Path, tmp_path: Path) -> None:
-    assert encode(mixed, tmp_path / "out", dedupe=False).images == 37
+    assert encode(mixed, tmp_path / "out", dedupe="off").images == 37
 
 
 def test_features_are_the_references(mixed: Path, tmp_path: Path) -> None:
@@ -207,7 +210,7 @@ def test_a_run_goes_on_from_what_is_committed(mixed: Path, tmp_path: Path) -> No
 def test_a_resume_does_not_probe_again(mixed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     encode(mixed, tmp_path / "out")
     (tmp_path / "out" / "index.parquet").unlink()
-    monkeypatch.setattr("kimik3_prep.prepare.probe", None)
+    monkeypatch.setattr("kimik3_prep.planning.probe", None)
     encode(mixed, tmp_path / "out")
 
 
@@ -430,7 +433,7 @@ def test_a_dry_run_tells_and_writes_nothing(mixed: Path, tmp_path: Path) -> None
     before = tree(tmp_path)
     summary = dry_run(Settings(manifest=str(mixed), output=tmp_path / "out", config="kimi-k3"), Silent())
     assert tree(tmp_path) == before
-    full = encode(mixed, tmp_path / "out", dedupe=True)
+    full = encode(mixed, tmp_path / "out", dedupe="path")
     assert (summary.rows, summary.failed, summary.shards) == (40, 1, {"cpu": 1})
     assert summary.images == full.images + 2  # two that only fail when they are decoded
     assert summary.bytes_by_dtype["float32"] == 4 * summary.bytes_by_dtype["uint8"] == summary.patches * 588 * 4
@@ -462,3 +465,105 @@ def test_progress_counts_every_image(mixed: Path, tmp_path: Path) -> None:
     assert reporter.phases == [("headers", 38), ("images", 37)]
     assert reporter.done == 38 + 37
     assert reporter.failed == 3
+
+
+# --- orientation, budgets, equal contents -------------------------------------------------------------------------
+
+
+def turned_pictures(folder: Path) -> list[dict[str, Any]]:
+    """A picture in every orientation and container, some with the EXIF behind the pixels."""
+    rows = []
+    for orientation in range(1, 9):
+        exif = Image.Exif()
+        exif[0x0112] = orientation
+        for kind in ("jpg", "png", "webp", "tif"):
+            name = f"{orientation}.{kind}"
+            picture(70, 45, seed=orientation).save(folder / name, exif=exif)
+            rows.append({"id": name, "image": name})
+        data = (folder / f"{orientation}.png").read_bytes()
+        at = data.index(b"eXIf") - 4
+        length = int.from_bytes(data[at : at + 4], "big") + 12
+        late = data[:at] + data[at + length : -12] + data[at : at + length] + data[-12:]
+        (folder / f"{orientation}-late.png").write_bytes(late)
+        rows.append({"id": f"{orientation}-late.png", "image": f"{orientation}-late.png"})
+    return rows
+
+
+@pytest.mark.parametrize("backend", ["cpu", "gpu"])
+def test_orientations_are_applied_as_pillow_applies_them(backend: Any, tmp_path: Path) -> None:
+    from PIL import ImageOps
+
+    rows = turned_pictures(tmp_path)
+    manifest = write_manifest(tmp_path / "m.jsonl", rows)
+    (tmp_path / "upright").mkdir()
+    for row in rows:
+        with Image.open(tmp_path / row["image"]) as image:
+            ImageOps.exif_transpose(image).save(tmp_path / "upright" / f"{row['image']}.png", exif=b"")
+    upright = [{"id": row["id"], "image": f"upright/{row['image']}.png"} for row in rows]
+    encode(manifest, tmp_path / "applied", exif="apply", backend=backend, device="cpu")
+    encode(write_manifest(tmp_path / "u.jsonl", upright), tmp_path / "plain", backend=backend, device="cpu")
+    applied, plain = (pq.read_table(tmp_path / name / "index.parquet") for name in ("applied", "plain"))
+    for name in ("status", "checksum", "width", "height", "grid_h", "grid_w"):
+        assert applied[name].to_pylist() == plain[name].to_pylist()
+    assert applied["exif_orientation"].to_pylist() == [int(row["id"][0]) for row in rows]
+    ignored = tmp_path / "ignored"
+    encode(manifest, ignored, backend=backend, device="cpu")
+    same = [
+        old == new
+        for old, new in zip(
+            pq.read_table(ignored / "index.parquet")["checksum"].to_pylist(), plain["checksum"].to_pylist(), strict=True
+        )
+    ]
+    assert same == [row["id"][0] == "1" or row["id"].endswith("tif") for row in rows]
+
+
+@pytest.mark.parametrize(("exif", "words"), [("ignore", "was ignored"), ("apply", "was applied")])
+def test_orientations_are_told_of_once(exif: Any, words: str, tmp_path: Path) -> None:
+    manifest = write_manifest(tmp_path / "m.jsonl", turned_pictures(tmp_path))
+    reporter = Silent()
+    prepare(Settings(str(manifest), tmp_path / "out", "kimi-k3", exif=exif), reporter)
+    assert len(reporter.warnings) == 1
+    assert f"the EXIF orientation of 28 items {words}" in str(reporter.warnings[0])
+    with pytest.raises(PlanMismatch, match="exif"):
+        encode(manifest, tmp_path / "out", exif="apply" if exif == "ignore" else "ignore")
+
+
+def test_a_token_budget_is_what_a_smaller_limit_gives(tmp_path: Path, published: PreprocessorConfig) -> None:
+    rows = []
+    for number, size in enumerate([(1000, 700), (300, 300), (90, 700)]):
+        picture(*size, seed=number).save(tmp_path / f"{number}.png")
+        rows.append({"id": str(number), "image": f"{number}.png"})
+    encode(write_manifest(tmp_path / "m.jsonl", rows), tmp_path / "out", max_tokens=121)
+    index = pq.read_table(tmp_path / "out" / "index.parquet").to_pylist()
+    assert [row["in_patch_limit"] is None for row in index] == [False, True, True]
+    for row in index:
+        assert row["num_tokens"] <= 121
+        config = replace(published, in_patch_limit=row["in_patch_limit"] or published.in_patch_limit)
+        with Image.open(tmp_path / row["image"]) as image:
+            grid = config.grid_rule().grid(*image.size)
+            out = torch.empty((grid.patches, 3, 14, 14))
+            write_patches(image, grid, config, out)
+        assert xxhash.xxh3_128_hexdigest(out.numpy().tobytes()) == row["checksum"]
+    with pytest.raises(PlanMismatch, match="max_tokens"):
+        encode(tmp_path / "m.jsonl", tmp_path / "out")
+
+
+def test_equal_bytes_are_stored_once(tmp_path: Path) -> None:
+    rows = []
+    for number in range(6):
+        picture(60, 50, seed=number % 2).save(tmp_path / f"{number}.png")
+        rows.append({"id": str(number), "image": f"{number}.png"})
+    rows[4] |= {"width": 60, "height": 50}
+    (tmp_path / "cut.png").write_bytes((tmp_path / "0.png").read_bytes()[:-40])
+    rows += [{"id": "cut", "image": "cut.png"}, {"id": "liar", "image": "0.png", "content_hash": "sha256:" + "0" * 64}]
+    manifest = write_manifest(tmp_path / "m.jsonl", rows)
+    by_path, by_content = encode(manifest, tmp_path / "path"), encode(manifest, tmp_path / "out", dedupe="content")
+    assert (by_path.images, by_content.images) == (6, 2)
+    one, other = (pq.read_table(tmp_path / name / "index.parquet") for name in ("path", "out"))
+    for name in ("id", "status", "error_code", "checksum", "content_hash", "image"):
+        assert one[name].to_pylist() == other[name].to_pylist()
+    (tmp_path / "cut.png").write_bytes((tmp_path / "0.png").read_bytes())
+    retried = encode(manifest, tmp_path / "out", dedupe="content", retry_failed=True)
+    assert (retried.images, retried.failed) == (2, 1)
+    encode(manifest, tmp_path / "new", dedupe="content")
+    assert tree(tmp_path / "out") == tree(tmp_path / "new")

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 from conftest import BINARY, Run, picture, write_manifest
+from PIL import Image
 from test_crash import tree
 
 from kimik3_prep import prepare as run_module
@@ -161,6 +162,38 @@ def test_a_read_only_folder(pictures: Path, run: Run, tmp_path: Path) -> None:
     assert run(*ENCODE, "-o", "empty").returncode == 3
 
 
+def test_a_disk_that_is_really_full(pictures: Path, run: Run, tmp_path: Path) -> None:
+    """A file system of 600 kB in a namespace of its own: the second shard does not fit until there is more room."""
+    (tmp_path / "small").mkdir()
+    encode = f"'{BINARY}' {' '.join(ENCODE)} -o small/out --shard-size 400kB"
+    script = f"""
+        mount -t tmpfs -o size=600k none small || exit 77
+        {encode}; test $? = 3 || exit 1
+        ls small/out/shards >first; test -e small/out/index.parquet && exit 2
+        mount -o remount,size=100m small
+        {encode} || exit 3
+        cp -r small/out out
+    """
+    done = subprocess.run(
+        ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c", script],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    if done.returncode == 77 or "unshare" in done.stderr:
+        pytest.skip(f"no file system can be mounted here: {done.stderr.strip()}")
+    assert done.returncode == 0, done.stderr
+    assert "No space left on device" in done.stderr
+    assert "bytes needed" in done.stderr
+    left = (tmp_path / "first").read_text().split()
+    assert "cpu-00000.parquet" in left
+    assert not [name for name in left if name.endswith(".tmp")]
+    assert run(*ENCODE, "-o", "whole", "--shard-size", "400kB").returncode == 0
+    assert tree(tmp_path / "out") == tree(tmp_path / "whole")
+
+
 # --- descriptors, locale, streams, signals ------------------------------------------------------------------------
 
 
@@ -202,7 +235,7 @@ def test_python_dash_o_and_warnings_as_errors(pictures: Path, run: Run, tmp_path
 
 def test_sigterm_ends_as_ctrl_c_does(run: Run, tmp_path: Path) -> None:
     picture(1200, 900).save(tmp_path / "a.jpg")
-    write_manifest(tmp_path / "m.jsonl", [{"id": str(number), "image": "a.jpg"} for number in range(40)])
+    write_manifest(tmp_path / "m.jsonl", [{"id": str(number), "image": "a.jpg"} for number in range(240)])
     command = [*ENCODE, "--dedupe", "off", "--shard-size", "5MB", "--dtype", "uint8", "-j", "1", "-o", "out"]
     process = subprocess.Popen([str(BINARY), *command], cwd=tmp_path, stderr=subprocess.PIPE, text=True)
     until = time.monotonic() + 60
@@ -215,6 +248,67 @@ def test_sigterm_ends_as_ctrl_c_does(run: Run, tmp_path: Path) -> None:
     left: list[Any] = [*tmp_path.glob("out/**/*.tmp"), *tmp_path.glob("out/.lock"), *tmp_path.glob("out/index.parquet")]
     assert left == []
     assert run(*command).returncode == 0
+
+
+@pytest.mark.parametrize("coerce", ["0", "1"])
+def test_the_c_locale_takes_any_file_name(coerce: str, run: Run, tmp_path: Path) -> None:
+    folder = tmp_path / "Bilder für 黒"
+    folder.mkdir()
+    picture(60, 50).save(folder / "grüße-図.png")
+    write_manifest(folder / "m.jsonl", [{"image": "grüße-図.png"}])
+    env = {"LC_ALL": "C", "LANG": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": coerce}
+    for command in ([*ENCODE, "-o", "aus-出"], ["verify", "aus-出"], ["inspect", "aus-出"]):
+        done = run(*command, cwd=folder, env=env, encoding="utf-8")
+        assert (done.returncode, done.stderr.count("rror")) == (0, 0), done.stderr
+    assert sorted(os.listdir(folder)) == ["aus-出", "grüße-図.png", "m.jsonl"]
+
+
+@pytest.mark.parametrize("form", ["text", "json"])
+@pytest.mark.parametrize("command", [["inspect", "out"], ["verify", "out"], [*ENCODE, "-o", "out"]])
+def test_an_output_that_is_full_is_said_in_a_sentence(
+    command: list[str], form: str, pictures: Path, run: Run, tmp_path: Path
+) -> None:
+    assert run(*ENCODE, "-o", "out").returncode == 0
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [str(BINARY), *command, "--format", form],
+            cwd=tmp_path,
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+    assert done.returncode == 3
+    assert done.stderr == "error: cannot write to standard output: No space left on device\n"
+
+
+# --- memory -------------------------------------------------------------------------------------------------------
+
+
+def test_an_image_that_does_not_fit_into_memory_fails_alone(run: Run, tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        picture(60, 50).save(tmp_path / f"{name}.png")
+    Image.new("RGB", (13_000, 13_000)).save(tmp_path / "large.png", compress_level=1)  # 645 MiB as Pillow holds it
+    write_manifest(tmp_path / "m.jsonl", [{"image": name} for name in ("a.png", "large.png", "b.png")])
+    command = [*ENCODE, "-o", "out", "-j", "1", "--dtype", "uint8"]
+    used = peak_address_space([str(BINARY), *command, "--limit", "1", "--overwrite"], tmp_path)
+    done = run(*command, "--overwrite", preexec_fn=limited(resource.RLIMIT_AS, used + (300 << 20)))
+    assert done.returncode == 1, done.stderr
+    assert "large.png: out_of_memory" in done.stderr
+    assert run("verify", "out").returncode == 0
+
+
+def peak_address_space(command: list[str], folder: Path) -> int:
+    """Most bytes of address space that a command ever has, as the system counts them for RLIMIT_AS."""
+    watch = "import subprocess, sys, resource, pathlib, os\n"
+    watch += "process = subprocess.Popen(sys.argv[1:], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)\n"
+    watch += "peak = 0\n"
+    watch += "while process.poll() is None:\n"
+    watch += "    text = pathlib.Path(f'/proc/{process.pid}/status').read_text()\n"
+    watch += "    peak = max([peak, *(int(l.split()[1]) for l in text.splitlines() if l.startswith('VmPeak'))])\n"
+    watch += "print(peak)"
+    return int(subprocess.check_output([sys.executable, "-c", watch, *command], cwd=folder, timeout=120)) << 10
 
 
 # --- hostile manifests --------------------------------------------------------------------------------------------
@@ -245,6 +339,20 @@ def test_a_large_data_url_is_an_image_like_any_other(run: Run, tmp_path: Path) -
     done = run(*ENCODE, "-o", "out")
     assert (done.returncode, "b: unidentified: the file is empty" in done.stderr) == (1, True)
     assert (tmp_path / "out" / "index.parquet").stat().st_size < 20_000
+
+
+def test_a_row_of_hundreds_of_megabytes_is_refused_as_a_row(run: Run, tmp_path: Path) -> None:
+    picture(60, 50).save(tmp_path / "a.png")
+    with open(tmp_path / "m.jsonl", "wb") as file:
+        file.write(b'{"image": "a.png"}\n{"id": "b", "image": "data:image/png;base64,')
+        for _ in range(600):
+            file.write(b"A" * (1 << 20))
+        file.write(b'"}\n{"image": "a.png", "id": "c", "width": "wide"}\n')
+    done = run(*ENCODE, "-o", "out", "--format", "json", preexec_fn=limited(resource.RLIMIT_DATA, 3 << 30))
+    assert done.returncode == 2
+    problems = json.loads(done.stdout)["problems"]
+    assert sorted({problem["where"].rpartition(":")[2] for problem in problems}) == ["2", "3"]
+    assert problems[0]["what"] == "a row of more than 256 MiB"
 
 
 def test_image_root(run: Run, tmp_path: Path) -> None:

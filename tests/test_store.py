@@ -21,8 +21,9 @@ from kimik3_prep.errors import InputError, ItemError, RunError
 from kimik3_prep.folder import open_run
 from kimik3_prep.grid import GridRule
 from kimik3_prep.manifest import read_manifest
-from kimik3_prep.plan import PLAN_SCHEMA, Headers, find_spans, fingerprint, make_plan, split_shards
+from kimik3_prep.plan import PLAN_SCHEMA, fingerprint, make_plan, split_shards
 from kimik3_prep.shards import METADATA_KEY, ShardFormat, ShardWriter
+from kimik3_prep.spans import Headers, find_spans
 from kimik3_prep.store import (
     FORMAT,
     INDEX_SCHEMA,
@@ -108,13 +109,13 @@ def test_the_columns_of_an_index() -> None:
         **{"shard": text, "row": number, "patch_start": number, "patch_count": number},
         **{"grid_t": number, "grid_h": number, "grid_w": number, "num_tokens": number},
         **{"width": number, "height": number, "new_width": number, "new_height": number},
-        **{"pad_width": number, "pad_height": number},
+        **{"pad_width": number, "pad_height": number, "in_patch_limit": number},
         **{"mode": text, "format": text, "exif_orientation": number, "content_hash": text, "checksum": text},
         "extra": text,
     }
     assert " ".join(INDEX_SCHEMA.names) == (
         "item line id image path backend status error_code error_message shard row patch_start patch_count "
-        "grid_t grid_h grid_w num_tokens width height new_width new_height pad_width pad_height "
+        "grid_t grid_h grid_w num_tokens width height new_width new_height pad_width pad_height in_patch_limit "
         "mode format exif_orientation content_hash checksum extra"
     )
 
@@ -126,7 +127,7 @@ def test_the_columns_of_a_plan() -> None:
         *[("content_hash", text), ("width", number), ("height", number), ("extra", large), ("group", text)],
         *[("mode", text), ("format", text), ("source_size", number), ("source_mtime_ns", number)],
         *[("new_width", number), ("new_height", number), ("pad_width", number), ("pad_height", number)],
-        *[("grid_h", number), ("grid_w", number), ("num_tokens", number)],
+        *[("grid_h", number), ("grid_w", number), ("num_tokens", number), ("in_patch_limit", number)],
         *[("shard", text), ("row", number), ("patch_start", number), ("patch_count", number)],
         *[("error_code", text), ("error_message", text)],
     ]
@@ -283,7 +284,7 @@ def test_index_rows_of_stored_and_failed_images(tmp_path: Path) -> None:
         # The place is the outcome's, not the plan's: the failed image before it was closed up.
         **{"shard": "cpu-00000", "row": 0, "patch_start": 0, "patch_count": 4},
         **{"grid_t": 1, "grid_h": 2, "grid_w": 2, "num_tokens": 1, "width": 28, "height": 28},
-        **{"new_width": 28, "new_height": 28, "pad_width": 0, "pad_height": 0},
+        **{"new_width": 28, "new_height": 28, "pad_width": 0, "pad_height": 0, "in_patch_limit": None},
         **{"mode": "RGB", "format": "PNG", "exif_orientation": 6},
         **{"content_hash": "sha256:" + "0" * 64, "checksum": "ab" * 16, "extra": None},
     }

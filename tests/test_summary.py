@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from kimik3_prep.errors import ItemError
 from kimik3_prep.grid import GridRule
 from kimik3_prep.manifest import read_manifest
-from kimik3_prep.plan import PLAN_SCHEMA, Headers, find_spans, make_plan, split_shards
+from kimik3_prep.plan import PLAN_SCHEMA, make_plan, split_shards
+from kimik3_prep.spans import Headers, find_spans
 from kimik3_prep.store import Layout, Outcome, Stored, index_table, write_index, write_shard_index
 from kimik3_prep.summary import PlanSummary, RunSummary, summarize, summarize_plan
 

@@ -17,8 +17,9 @@ from conftest import picture, write_manifest
 from kimik3_prep.config import PreprocessorConfig
 from kimik3_prep.errors import ItemError
 from kimik3_prep.manifest import read_manifest
-from kimik3_prep.plan import Headers, find_spans, make_plan, shard_plan
+from kimik3_prep.plan import make_plan, shard_plan
 from kimik3_prep.shards import ShardFormat
+from kimik3_prep.spans import Headers, find_spans
 from kimik3_prep.work import Control, ShardJob, Stopped, materialize_shard
 
 
@@ -37,7 +38,7 @@ def job(folder: Path, config: PreprocessorConfig, root: str = "out", backend: st
     table = make_plan(manifest.items, spans, headers, config.grid_rule(), 10_000)
     shard = shard_plan(table["shard"][0].as_py(), table)
     form = ShardFormat("uint8", 14, {"group": backend})
-    return ShardJob(folder / root, manifest.base, shard, form, config, 10**6, "cpu", 1 << 20)
+    return ShardJob(folder / root, manifest.base, shard, form, config, 10**6, False, "cpu", 1 << 20)
 
 
 @pytest.mark.parametrize("backend", ["cpu", "gpu"])

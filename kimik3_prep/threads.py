@@ -1,0 +1,153 @@
+"""Image threads whose tasks end in time or are left behind.
+
+Pillow's decoders run in C and cannot be interrupted, and a read over a network may never return. A task that takes
+longer than the limit is given up: its future fails, another thread takes the place of its own, and whatever it may
+still bring is thrown away.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Executor, Future
+from dataclasses import dataclass, field
+from queue import SimpleQueue
+from typing import Any
+
+from kimik3_prep.errors import ItemError
+
+DEFAULT_ITEM_TIMEOUT = 300.0  # seconds; far above what the largest allowed image takes to decode
+
+_HURRY = 2.0  # seconds that a task gets which may hang, once the run was stopped
+
+
+class GivenUp(Exception):
+    """Raised inside a task that was given up, so that it writes nothing any more. Nobody sees it."""
+
+
+@dataclass(slots=True, eq=False)
+class _Task:
+    future: Future[Any]
+    call: Callable[[], Any]
+    begun: float | None = None  # None before it runs, and once its limited part is over
+    given_up: bool = False
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+
+_current = threading.local()
+
+
+def in_time() -> None:
+    """Called by a task when the part that may hang is over; from here on the limit does not hold, and nobody gives up.
+
+    Raises GivenUp in a task that was given up before. Outside of `ImageThreads` it does nothing.
+    """
+    task: _Task | None = getattr(_current, "task", None)
+    if task is not None:
+        with task.lock:
+            if task.given_up:
+                raise GivenUp
+            task.begun = None
+
+
+class ImageThreads(Executor):
+    """`workers` threads, and a time limit of `seconds` for each task. `prepare` runs first in every thread.
+
+    A task's future gets ItemError("timed_out") when the limit has passed and the task has not said `in_time` yet. Once
+    `stop` is set such a task gets two seconds more at most: a run that ends waits for no decoder.
+    """
+
+    def __init__(
+        self,
+        workers: int,
+        name: str,
+        seconds: float,
+        stop: threading.Event | None = None,
+        prepare: Callable[[], object] = lambda: None,
+    ) -> None:
+        self._name, self._seconds, self._prepare = name, seconds, prepare
+        self._stop = stop or threading.Event()
+        self._tasks: SimpleQueue[_Task | None] = SimpleQueue()
+        self._lock = threading.Lock()
+        self._running: dict[threading.Thread, _Task] = {}
+        self._threads: set[threading.Thread] = set()
+        self._closed = threading.Event()
+        for _ in range(workers):
+            self._start()
+        self._watcher = threading.Thread(target=self._watch, name=f"{name}-watch", daemon=True)
+        self._watcher.start()
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        """Run `fn` on one of the threads. Raises RuntimeError after `shutdown`."""
+        if self._closed.is_set():
+            raise RuntimeError("these threads have been shut down")
+        task = _Task(Future(), lambda: fn(*args, **kwargs))
+        self._tasks.put(task)
+        return task.future
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        """End the threads once their tasks are done; those left behind are waited for by nobody."""
+        if cancel_futures:
+            while not self._tasks.empty():
+                if (task := self._tasks.get()) is not None:
+                    task.future.cancel()
+        with self._lock:
+            threads = list(self._threads)
+        for _ in threads:
+            self._tasks.put(None)
+        while wait and threads:
+            threads[0].join(0.1)
+            with self._lock:
+                threads = [thread for thread in self._threads if thread.is_alive()]
+        self._closed.set()
+        if wait:
+            self._watcher.join()
+
+    def _start(self) -> None:
+        # A daemon: one that hangs in a decoder must not keep the process from ending.
+        thread = threading.Thread(target=self._work, name=self._name, daemon=True)
+        with self._lock:
+            self._threads.add(thread)
+        thread.start()
+
+    def _work(self) -> None:
+        self._prepare()
+        while (task := self._tasks.get()) is not None:
+            if not task.future.set_running_or_notify_cancel():
+                continue
+            task.begun = time.monotonic()
+            with self._lock:
+                self._running[threading.current_thread()] = task
+            _current.task = task
+            try:
+                outcome, failed = task.call(), False
+            except BaseException as error:  # noqa: BLE001  it belongs to whoever waits for the future
+                outcome, failed = error, True
+            with self._lock:
+                self._running.pop(threading.current_thread(), None)
+            with task.lock:
+                task.begun = None
+                if task.given_up:
+                    return  # another thread has taken this one's place
+            (task.future.set_exception if failed else task.future.set_result)(outcome)
+            del task, outcome, _current.task
+
+    def _watch(self) -> None:
+        while not self._closed.wait(min(0.5, self._seconds / 4)):
+            seconds = min(self._seconds, _HURRY) if self._stop.is_set() else self._seconds
+            with self._lock:
+                running = list(self._running.items())
+            for thread, task in running:
+                with task.lock:
+                    if task.begun is None or task.given_up or time.monotonic() - task.begun <= seconds:
+                        continue
+                    task.given_up = True
+                self._replace(thread, task)
+
+    def _replace(self, thread: threading.Thread, task: _Task) -> None:
+        with self._lock:
+            self._running.pop(thread, None)
+            self._threads.discard(thread)
+        self._start()
+        task.future.set_exception(ItemError("timed_out", f"not done after {self._seconds:g} seconds (--item-timeout)"))
