@@ -43,6 +43,7 @@ class Settings:
     overwrite: bool = False
     retry_failed: bool = False
     image_root: Path | None = None
+    index_only: bool = False
 
 
 class Reporter(Protocol):
@@ -109,7 +110,7 @@ def check(settings: Settings, reporter: Reporter) -> Checked:
             found += _outside(manifest, settings.image_root)
         problems += found
         total += len(found)
-        if asks := _who_asks_for_a_device(settings, manifest, backend):
+        if not settings.index_only and (asks := _who_asks_for_a_device(settings, manifest, backend)):
             devices = find_devices(settings.device, asks)
     except InputError as error:
         problems += error.problems

@@ -179,6 +179,9 @@ def encode(
     retry_failed: Annotated[
         bool, typer.Option("--retry-failed", help="Try the failed items of the run again, and rewrite their shards.")
     ] = False,
+    index_only: Annotated[
+        bool, typer.Option("--index-only", help="Write the index of grids and tokens without decoding any pixels.")
+    ] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Check and plan; write nothing.")] = False,
     progress: Annotated[bool, typer.Option(help="Show progress on stderr.")] = True,
     format: Format = "text",
@@ -212,6 +215,7 @@ def encode(
             overwrite=overwrite,
             retry_failed=retry_failed,
             image_root=image_root,
+            index_only=index_only,
         )
         with terminal.ProgressReporter(progress) as reporter:
             summary = run.dry_run(settings, reporter) if dry_run else run.prepare(settings, reporter)
@@ -274,12 +278,14 @@ def verify(
     from kimik3_prep import findings, terminal
 
     with _exit_codes(format):
-        from kimik3_prep import recompute
         from kimik3_prep import verify as proof
 
-        code = recompute.processor_folder(processor, trust_remote_code)
+        if against_source or processor is not None:
+            from kimik3_prep import recompute
+
+            code = recompute.processor_folder(processor, trust_remote_code)
         report = proof.verify(path)
-        if against_source or code is not None:
+        if against_source or processor is not None:
             report |= recompute.against_source(path, manifest, sample, against_source, code)
             report["problems"] += report.pop("differences")
         terminal.print_json(report) if format == "json" else findings.print_verification(report)

@@ -1,6 +1,6 @@
 """What training and serving import: the features of a finished run as tensors, by id or by manifest row.
 
-Uses nothing of the encode side, so no image library is involved.
+Uses nothing of the encode side, so no image library is involved, but for an index without features.
 
 Exactness. A float32 shard holds the checkpoint's own values, and they come back bit for bit. A uint8 shard holds the
 levels before normalisation; the table of the run's mean and std turns them into the same float32 bits. bfloat16 and
@@ -99,6 +99,10 @@ class FeatureStore:
     shards). device: where tensors end up; leave it out in DataLoader workers. raw: the uint8 levels before
     normalisation, of uint8 shards only.
 
+    An index-only run has no shards: features are computed from the images when they are asked for, with the same bytes,
+    and an image that is gone or changed raises FailedItem. images: the folder that relative paths start from, where
+    they are no longer in the one the index was made with.
+
     Raises InputError for a folder that is no finished run, and for options that do not fit it.
     """
 
@@ -109,13 +113,16 @@ class FeatureStore:
         dtype: torch.dtype | str | None = None,
         device: torch.device | str | None = None,
         raw: bool = False,
+        images: str | PathLike[str] | None = None,
     ) -> None:
         self.path = Path(path).absolute()  # a worker may stand in another folder
-        self._run = StoredRun(self.path)
+        self._images = None if images is None else Path(images).absolute()
+        self._run = StoredRun(self.path, self._images)
         self._dtype, self._device, self._raw = _checked_dtype(dtype, raw, self._run.dtype), device, raw
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return partial(FeatureStore, dtype=self._dtype, device=self._device, raw=self._raw), (self.path,)
+        more: dict[str, Any] = {"dtype": self._dtype, "device": self._device, "raw": self._raw, "images": self._images}
+        return partial(FeatureStore, **more), (self.path,)
 
     def __repr__(self) -> str:
         failed = len(self) - len(self.ok)

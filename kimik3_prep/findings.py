@@ -57,6 +57,9 @@ def _print_output(found: dict[str, Any]) -> None:
     if planned := found["planned"]:
         shards = f"{len(found['shards']):,} of {counted(planned['shards'], 'shard')}"
         so_far = f"; so far {found['rows']:,} of {counted(planned['rows'], 'item')}"
+    if found.get("settings", {}).get("index_only"):
+        say(out, "an index only: grids and tokens, no features")
+        return _print_totals(found)
     say(out, f"{shards}, {size_text(found['size'])}, dtype {found['dtype']}{so_far}")
     _print_totals(found)
 

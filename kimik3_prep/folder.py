@@ -28,8 +28,12 @@ def check_folder(layout: Layout) -> dict[str, Any] | None:
     return record
 
 
-def open_run(layout: Layout, facts: dict[str, Any], versions: Mapping[str, str], overwrite: bool) -> None:
+def open_run(
+    layout: Layout, facts: dict[str, Any], versions: Mapping[str, str], overwrite: bool, base: str | None = None
+) -> None:
     """Make the output folder ready: new, resumed, or cleared. `facts` is everything that decides output bytes.
+
+    base: the folder that image paths start from, recorded for readers that will need the images.
 
     Raises InputError where the folder holds something else, PlanMismatch naming each fact that differs.
     """
@@ -39,6 +43,8 @@ def open_run(layout: Layout, facts: dict[str, Any], versions: Mapping[str, str],
         record = None
     if record is None:
         record = {"format": FORMAT, "fingerprint": fingerprint(facts), "facts": facts, "versions": dict(versions)}
+        if base is not None:
+            record["base"] = base
         text = json.dumps(record, indent=2, sort_keys=True, ensure_ascii=False) + "\n"
         write_whole(layout.run, lambda path: path.write_text(text, encoding="utf-8"))
         return

@@ -26,7 +26,8 @@ from kimik3_prep.spans import GROUPS, Headers, Ints, Spans
 #: Bytes of one stored level, by `--dtype`.
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "uint8": 1}
 
-_GRID_FIELDS = ("new_width", "new_height", "pad_width", "pad_height", "grid_h", "grid_w", "num_tokens")
+#: Columns of the plan and the index that make a `Grid`, in its order.
+GRID_FIELDS = ("new_width", "new_height", "pad_width", "pad_height", "grid_h", "grid_w", "num_tokens")
 
 PLAN_SCHEMA = pa.schema(
     [
@@ -36,7 +37,7 @@ PLAN_SCHEMA = pa.schema(
         ("format", pa.string()),
         ("source_size", pa.int64()),  # bytes and mtime of the file that was probed
         ("source_mtime_ns", pa.int64()),
-        *[(name, pa.int64()) for name in _GRID_FIELDS],
+        *[(name, pa.int64()) for name in GRID_FIELDS],
         ("in_patch_limit", pa.int64()),  # null where the config's own was not lowered
         ("shard", pa.string()),  # null for an item that failed while planning
         ("row", pa.int64()),
@@ -139,7 +140,7 @@ def make_plan(
     columns["in_patch_limit"] = pa.array(limits, mask=failed | (limits == 0))
     if any(headers.content_hash):
         columns["content_hash"] = pa.array(headers.content_hash, pa.string())
-    for index, name in enumerate(_GRID_FIELDS):
+    for index, name in enumerate(GRID_FIELDS):
         columns[name] = pa.array(grids[:, index].copy(), mask=failed if index > 3 else ~resized_here)
     if not np.array_equal(order, np.arange(len(order))):
         items = items.take(pa.array(order))
@@ -156,12 +157,12 @@ def _grids(
     Spans that no limit brings under `max_tokens` fail here.
     """
     wanted = np.array([code is None for code in headers.error_code], bool)
-    grids, limits = np.zeros((len(wanted), len(_GRID_FIELDS)), np.int64), np.zeros(len(wanted), np.int64)
+    grids, limits = np.zeros((len(wanted), len(GRID_FIELDS)), np.int64), np.zeros(len(wanted), np.int64)
     local = spans.groups == GROUPS.index("local")
     sized = np.flatnonzero(wanted & ~local)
     # Photographs come in few sizes: each one's grid is computed once.
     sizes, inverse = np.unique(headers.width[sized] << 32 | headers.height[sized], return_inverse=True)
-    by_size = np.zeros((len(sizes), len(_GRID_FIELDS) + 1), np.int64)
+    by_size = np.zeros((len(sizes), len(GRID_FIELDS) + 1), np.int64)
     for number, size in enumerate(sizes):
         width, height = int(size) >> 32, int(size) & 0xFFFFFFFF
         limit = rule.in_patch_limit if max_tokens is None else rule.limit_within(width, height, max_tokens)
@@ -243,7 +244,7 @@ def shard_plan(name: str, rows: pa.Table) -> ShardPlan:
             probed=row["format"] is not None,
             source_size=row["source_size"],
             source_mtime_ns=row["source_mtime_ns"],
-            grid=Grid(*(row[field] or 0 for field in _GRID_FIELDS)),
+            grid=Grid(*(row[field] or 0 for field in GRID_FIELDS)),
             in_patch_limit=row["in_patch_limit"],
             row=row["row"],
             patch_start=row["patch_start"],

@@ -112,6 +112,8 @@ def replan(settings: Settings, checked: Checked, layout: Layout, reporter: Repor
     before = {name: shard for name, shard in split_shards(read_plan(layout)) if name is not None}
     stored = np.zeros(rows.num_rows, bool)
     faulty = set()
+    if settings.index_only:
+        stored = pc.is_null(rows["error_code"]).to_numpy()
     for name in filter(layout.committed, before):
         index = read_index(layout.shard_index(name), ["item", "status"])
         fine = pc.equal(index["status"], "ok").to_numpy()

@@ -31,6 +31,7 @@ from kimik3_prep.store import (
     FORMAT,
     Layout,
     index_table,
+    planned_table,
     read_index,
     read_plan,
     write_index,
@@ -67,7 +68,8 @@ def prepare(settings: Settings, reporter: Reporter) -> RunSummary:
 
 
 def _run(settings: Settings, checked: Checked, layout: Layout, facts: dict[str, Any], reporter: Reporter) -> RunSummary:
-    open_run(layout, facts, _versions(), settings.overwrite)
+    base = checked.manifest.base if settings.index_only else None
+    open_run(layout, facts, _versions(), settings.overwrite, base)
     sweep(layout)
     if not layout.plan.is_file():
         write_plan(layout, plan(settings, checked, reporter))
@@ -75,6 +77,9 @@ def _run(settings: Settings, checked: Checked, layout: Layout, facts: dict[str, 
         replan(settings, checked, layout, reporter)
     if layout.index.is_file():  # finished while this run waited to begin, or nothing had failed
         return summarize(layout, skipped=-1)
+    if settings.index_only:
+        write_index(layout, [], [planned_table(rows) for rows in read_plan(layout)], run_metadata(facts))
+        return summarize(layout)
     checked = checked.without_items()  # the plan is read from disk from here on, a piece at a time
     skipped = _fill(settings, checked, layout, facts, reporter)
     _merge(layout, run_metadata(facts))
@@ -90,7 +95,8 @@ def _facts(settings: Settings, checked: Checked) -> dict[str, Any]:
         "manifest": checked.manifest.digest,
         "limit": settings.limit,
         "backend": checked.backend,
-        "dtype": settings.dtype,
+        "dtype": "uint8" if settings.index_only else settings.dtype,
+        "index_only": settings.index_only,
         "shard_size": settings.shard_size,
         "dedupe": settings.dedupe,
         "max_pixels": settings.max_pixels,
@@ -107,6 +113,7 @@ def run_metadata(facts: dict[str, Any]) -> dict[str, Any]:
         "format": FORMAT,
         "fingerprint": fingerprint(facts),
         "dtype": facts["dtype"],
+        **({"index_only": True} if facts["index_only"] else {}),
         "image_mean": config["image_mean"],
         "image_std": config["image_std"],
         "patch_size": config["patch_size"],

@@ -17,10 +17,12 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from kimik3_prep.errors import FailedItem, InputError, Problem, StoreError
-from kimik3_prep.plan import ITEM_BYTES
+from kimik3_prep.errors import FailedItem, InputError, ItemError, Problem, StoreError
+from kimik3_prep.grid import Grid
+from kimik3_prep.manifest import resolve
+from kimik3_prep.plan import GRID_FIELDS, ITEM_BYTES, PlannedItem
 from kimik3_prep.shards import METADATA_KEY, SAFETENSORS_DTYPES, open_shard
-from kimik3_prep.store import Layout, read_index, read_run
+from kimik3_prep.store import Layout, read_index, read_plan, read_run
 
 #: An item: its id, or its manifest row from 0 (negative: from the end).
 Key = str | SupportsIndex
@@ -39,12 +41,15 @@ class StoredRun:
     """The index of a finished run in memory, its shards mapped as they are needed. Rows are manifest rows from 0.
 
     table: the index. dtype, patch_size, mean, std: of all its shards. grid_h, grid_w, num_tokens: int64 by row, -1 for
-    failed items. ok: the rows that have features, rising.
+    failed items. ok: the rows that have features, rising. index_only: there are no shards, so that patches are computed
+    from the images, as levels (dtype uint8).
+
+    images: the folder that image paths of an index-only run start from; None for the one it was made with.
 
     Raises InputError for a folder that is no finished run.
     """
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, images: Path | None = None) -> None:
         self.layout = Layout(root)
         self._stamp = _stamp(self.layout.index)
         self.table = _read_finished(self.layout)
@@ -52,6 +57,8 @@ class StoredRun:
         self.dtype, self.patch_size = str(about["dtype"]), int(about["patch_size"])
         self.mean, self.std = tuple(about["image_mean"]), tuple(about["image_std"])
         self._fingerprint = about["fingerprint"]
+        self.index_only = bool(about.get("index_only", False))
+        self._images = images
         # Numbers as numpy columns: an element costs no Arrow scalar, and a million rows no million objects.
         numbers: dict[str, Ints] = {name: pc.fill_null(self.table[name], -1).to_numpy() for name in _NUMBERS}
         self._row, self._start, self._count, self.grid_h, self.grid_w, self.num_tokens = numbers.values()
@@ -131,7 +138,7 @@ class StoredRun:
         packed = np.empty((int(counts.sum()), 3, self.patch_size, self.patch_size), KINDS[self.dtype])
         begin = 0
         for row, count in zip(rows, counts, strict=True):
-            packed[begin : begin + count] = self._span(row)
+            packed[begin : begin + count] = self._computed(row) if self.index_only else self._span(row)
             begin += count
         return packed
 
@@ -144,6 +151,37 @@ class StoredRun:
             path = self.layout.shard(name)
             raise StoreError(f"{self.label(row)}: {path} does not hold what the index says of it")
         return pixels[begin : begin + count]
+
+    # --- without shards -----------------------------------------------------------------------------------------
+
+    def _computed(self, row: int) -> npt.NDArray[np.uint8]:
+        """The levels of an item, from its image. Raises FailedItem where that is not the one that was indexed."""
+        from kimik3_prep.compute import features
+
+        base, recipe, images = self._recipe
+        told = self.values(row)
+        grid = Grid(*(told[name] or 0 for name in GRID_FIELDS))
+        size = told["width"] or 0, told["height"] or 0
+        item = PlannedItem(images[row].as_py(), None, *size, True, None, None, grid, told["in_patch_limit"], 0, 0)
+        try:
+            levels, content_hash = features(item, resolve(item.image, base), recipe)
+            if told["content_hash"] not in (None, content_hash):
+                raise ItemError("content_hash_mismatch", f"the file's is {content_hash}")
+        except ItemError as error:
+            raise FailedItem(error.code, error.message, told["id"], told["line"]) from error
+        return np.asarray(levels.numpy())
+
+    @cached_property
+    def _recipe(self) -> tuple[str, Any, pa.ChunkedArray]:
+        """Where image paths start, how features are made, and the image of every row, data: URLs whole."""
+        from kimik3_prep.compute import Recipe
+
+        record = read_run(self.layout)
+        if record is None or record["fingerprint"] != self._fingerprint or not (self._images or "base" in record):
+            raise StoreError(f"{self.layout.run} is not that of {self.layout.index}, which has no features of its own")
+        plan = pa.concat_tables(part.select(["item", "image"]) for part in read_plan(self.layout))
+        images = plan.take(pc.sort_indices(plan["item"]))["image"]
+        return str(self._images or record["base"]), Recipe.of_run(record["facts"]), images
 
     def _open_shard(self, name: str) -> tuple[npt.NDArray[Any], Ints]:
         """pixel_values and grid_thws of a shard, mapped read-only."""

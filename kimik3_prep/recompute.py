@@ -6,26 +6,24 @@ import os
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pyarrow.compute as pc
+import torch
 
-from kimik3_prep.config import PreprocessorConfig
+from kimik3_prep.compute import Recipe, features, planned_image
 from kimik3_prep.errors import InputError, ItemError, Problem
 from kimik3_prep.fields import show
-from kimik3_prep.images import Decoded, decode
+from kimik3_prep.local import cast_features
 from kimik3_prep.manifest import resolve
 from kimik3_prep.plan import PlannedItem, shard_plan, split_shards
 from kimik3_prep.shards import open_shard
-from kimik3_prep.sources import read_file
+from kimik3_prep.sources import foreign_errors
 from kimik3_prep.store import Layout, read_index, read_plan, read_run
 from kimik3_prep.verify import Finding
 
-if TYPE_CHECKING:
-    import torch
-
-    Compute = Callable[[PlannedItem, str], tuple["torch.Tensor", str] | None]
+Compute = Callable[[PlannedItem, str], tuple[torch.Tensor, str] | None]
 
 _MEND = "if the image is the one that was encoded, delete the shard, its index and index.parquet, and encode again"
 
@@ -54,14 +52,13 @@ def against_source(
     """
     layout = Layout(root)
     record = read_run(layout) or {"facts": {}}
-    facts = record["facts"]
-    config = PreprocessorConfig.from_dict(facts["config"])
+    recipe = Recipe.of_run(record["facts"])
     base = str(manifest.resolve().parent if manifest else Path.cwd())
     if manifest is None:
         _check_base(layout, base)
-    computers: list[Compute] = [_by_backend(config, facts)] if backend else []
+    computers: list[Compute] = [_by_backend(recipe)] if backend else []
     if processor is not None:
-        computers.append(_by_processor(processor, config, facts))
+        computers.append(_by_processor(processor, recipe))
     total = sum(len(_stored(layout, name)) for name, _ in split_shards(read_plan(layout)) if name)
     chosen = set(np.linspace(0, total - 1, min(sample or total, total)).astype(int).tolist()) if total else set()
     differences: list[Finding] = []
@@ -104,8 +101,6 @@ def _compare(
     layout: Layout, told: dict[str, Any], item: PlannedItem, source: str, computers: list[Compute]
 ) -> list[Finding] | None:
     """What differs of one image, of which the index tells; None where `verify` cannot open its shard."""
-    import torch
-
     file = f"shards/{told['shard']}.safetensors"
     try:
         pixels = open_shard(layout.shard(told["shard"])).raw("pixel_values")
@@ -130,53 +125,41 @@ def _compare(
     return found
 
 
-def _by_backend(config: PreprocessorConfig, facts: dict[str, Any]) -> Compute:
-    import torch
-
-    from kimik3_prep.local import cast_features, read_features
-    from kimik3_prep.pixels_cpu import TORCH_DTYPES, write_patches
-
-    dtype = TORCH_DTYPES[facts["dtype"]]
-
+def _by_backend(recipe: Recipe) -> Compute:
     def compute(item: PlannedItem, source: str) -> tuple[torch.Tensor, str] | None:
         """the CPU backend"""
-        if not item.grid.new_w:  # features made elsewhere
-            content, content_hash = read_file(source)
-            return cast_features(read_features(content, item.grid.thw, config), config, dtype), content_hash
-        decoded = _decode(item, source, facts)
-        out = torch.empty((item.patch_count, 3, config.patch_size, config.patch_size), dtype=dtype)
-        write_patches(decoded.image, item.grid, config, out)
-        return out, decoded.content_hash
+        return features(item, source, recipe)
 
     return compute
 
 
-def _decode(item: PlannedItem, source: str, facts: dict[str, Any]) -> Decoded:
-    decoded = decode(source, facts["max_pixels"], turn=facts["exif"] == "apply")
-    if decoded.image.size != (item.width, item.height):
-        raise ItemError("source_changed", f"the image is {decoded.image.width} x {decoded.image.height} pixels")
-    return decoded
-
-
-def _by_processor(folder: Path, config: PreprocessorConfig, facts: dict[str, Any]) -> Compute:
-    import torch
+def _load_processor(folder: Path) -> Any:
+    """The checkpoint's image processor, an object with `preprocess`. Its code may raise anything."""
     from transformers import AutoImageProcessor
 
-    from kimik3_prep.local import cast_features
-    from kimik3_prep.pixels_cpu import TORCH_DTYPES
+    loader: Any = AutoImageProcessor
+    try:
+        return loader.from_pretrained(str(folder), trust_remote_code=True)
+    except Exception as error:
+        what = f"no image processor could be loaded from it: {type(error).__name__}: {str(error).strip()[:500]}"
+        hint = "a checkpoint folder with preprocessor_config.json and the .py files it names"
+        raise InputError([Problem(str(folder), what, hint)]) from error
 
-    dtype = TORCH_DTYPES[facts["dtype"]]
-    made = AutoImageProcessor.from_pretrained(str(folder), trust_remote_code=True)
+
+def _by_processor(folder: Path, recipe: Recipe) -> Compute:
+    made = _load_processor(folder)
 
     def compute(item: PlannedItem, source: str) -> tuple[torch.Tensor, str] | None:
         """the checkpoint's processor"""
-        if not item.grid.new_w:
-            return None  # made elsewhere
-        decoded = _decode(item, source, facts)
-        given = made.preprocess([{"type": "image", "image": decoded.image}], return_tensors="pt")
+        if not item.grid.new_w or item.in_patch_limit is not None:
+            return None  # made elsewhere, or with a limit that its config does not have
+        decoded = planned_image(item, source, recipe)
+        with foreign_errors():
+            given = made.preprocess([{"type": "image", "image": decoded.image}], return_tensors="pt")
         grids = torch.as_tensor(given["grid_thws"]).reshape(-1).tolist()
         if grids != list(item.grid.thw):
             raise ItemError("size_mismatch", f"its grid is {grids}, stored is {list(item.grid.thw)}")
-        return cast_features(torch.as_tensor(given["pixel_values"]), config, dtype), decoded.content_hash
+        values = torch.as_tensor(given["pixel_values"])
+        return cast_features(values, recipe.config, recipe.dtype), decoded.content_hash
 
     return compute

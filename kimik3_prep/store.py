@@ -192,6 +192,22 @@ def index_table(rows: pa.Table, outcomes: Mapping[int, Outcome]) -> pa.Table:
     return pa.concat_tables([INDEX_SCHEMA.empty_table(), *(_index_part(part, outcomes) for part in parts)])
 
 
+def planned_table(rows: pa.Table) -> pa.Table:
+    """Index rows for plan rows of which nothing is stored: an index of grids and tokens (`--index-only`)."""
+    failed = pc.is_valid(rows["error_code"])
+    columns: dict[str, Any] = {
+        "status": pc.if_else(failed, "failed", "ok"),
+        "image": pa.array([short_image(image) for image in rows["image"].to_pylist()], pa.string()),
+        "backend": pc.if_else(pc.equal(rows["group"], "local"), None, rows["group"]),
+        "grid_t": pc.if_else(failed, None, pa.scalar(1, pa.int64())),
+    }
+    for name in ("shard", "row", "patch_start", "exif_orientation", "checksum"):
+        columns[name] = pa.nulls(rows.num_rows, INDEX_SCHEMA.field(name).type)
+    arrays = [columns[f.name] if f.name in columns else rows[f.name] for f in INDEX_SCHEMA]
+    typed = [array.cast(field.type) for array, field in zip(arrays, INDEX_SCHEMA, strict=True)]
+    return pa.table(typed, schema=INDEX_SCHEMA)
+
+
 def _index_part(rows: pa.Table, outcomes: Mapping[int, Outcome]) -> pa.Table:
     result = [outcomes.get(row) if row is not None else None for row in rows["row"].to_pylist()]
     stored = [outcome if isinstance(outcome, Stored) else None for outcome in result]

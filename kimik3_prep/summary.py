@@ -33,7 +33,10 @@ class PlanSummary:
 
 @dataclass(frozen=True, slots=True)
 class RunSummary:
-    """What a finished run holds, read from its index. `failures`: `(line, id, code, message)`, the first ones."""
+    """What a finished run holds, read from its index. `failures`: `(line, id, code, message)`, the first ones.
+
+    index_only: it has no shards; `patches` are those its items would have.
+    """
 
     output: Path
     rows: int
@@ -46,6 +49,7 @@ class RunSummary:
     size: int
     shards: int
     skipped: int
+    index_only: bool = False
 
 
 _FAILURE = ["line", "id", "error_code", "error_message"]
@@ -82,8 +86,9 @@ def summarize(layout: Layout, skipped: int = 0) -> RunSummary:
     table = read_index(layout.index, columns)
     failed = table.filter(pc.equal(table["status"], "failed"))
     ok = table.filter(pc.equal(table["status"], "ok"))
-    stored = ok.group_by(["shard", "row"]).aggregate([("patch_count", "min")])
+    stored = ok.filter(pc.is_valid(ok["shard"])).group_by(["shard", "row"]).aggregate([("patch_count", "min")])
     shards = layout.committed_shards()
+    index_only = ok.num_rows > 0 and stored.num_rows == 0
     return RunSummary(
         output=layout.root,
         rows=table.num_rows,
@@ -91,11 +96,12 @@ def summarize(layout: Layout, skipped: int = 0) -> RunSummary:
         failed=failed.num_rows,
         failures=_failures(failed),
         images=stored.num_rows,
-        patches=pc.sum(stored["patch_count_min"]).as_py() or 0,
+        patches=pc.sum(ok["patch_count"] if index_only else stored["patch_count_min"]).as_py() or 0,
         tokens=pc.sum(ok["num_tokens"]).as_py() or 0,
         size=sum(path.stat().st_size for path in shards),
         shards=len(shards),
         skipped=skipped,
+        index_only=index_only,
     )
 
 

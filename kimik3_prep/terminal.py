@@ -257,8 +257,10 @@ def print_run(summary: RunSummary) -> None:
         say(out, f"Resumed: {counted(summary.skipped, 'shard')} {was} committed before.")
     print_failures(summary.failures, summary.failed, ", all in the index")
     items = f"{summary.ok:,} of {counted(summary.rows, 'item')} ok, {summary.failed:,} failed"
-    images = f"{counted(summary.images, 'image')} stored, {summary.patches:,} patches"
-    say(out, f"{items}; {images}, {counted(summary.tokens, 'token')}")
+    images = "" if summary.index_only else f"{counted(summary.images, 'image')} stored, "
+    say(out, f"{items}; {images}{summary.patches:,} patches, {counted(summary.tokens, 'token')}")
+    if summary.index_only:
+        return say(out, f"the index of it, without features, in {summary.output}")
     say(out, f"{counted(summary.shards, 'shard')}, {size_text(summary.size)}, in {summary.output}")
 
 

@@ -30,6 +30,7 @@ from kimik3_prep.store import (
     Outcome,
     Stored,
     index_table,
+    planned_table,
     read_index,
     read_plan,
     read_run,
@@ -80,11 +81,14 @@ class _Run:
         """Everything wrong, in the order of the files."""
         planned: set[str] = set()
         parts: list[pa.Table] | None = []
+        index: pa.Table | None
         try:
             for name, rows in split_shards(read_plan(self.layout)):
                 self.rows += rows.num_rows
-                if name is None:
-                    index: pa.Table | None = index_table(rows, {})
+                if self.metadata.get("index_only"):
+                    index = planned_table(rows)
+                elif name is None:
+                    index = index_table(rows, {})
                 else:
                     planned.add(name)
                     index = self._index(name)

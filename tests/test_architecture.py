@@ -25,7 +25,7 @@ FLOORS = (
     ("fields", "manifest"),
     ("spans", "plan"),
     ("sources", "images", "shards", "store", "folder", "summary"),
-    ("resample", "pixels_cpu", "pixels_device", "local", "devices", "reading", "features", "training"),
+    ("resample", "pixels_cpu", "pixels_device", "local", "compute", "devices", "reading", "features", "training"),
     ("work",),
     ("engines",),
     ("check", "planning", "prepare", "verify", "recompute", "inspection", "pictures"),
@@ -42,13 +42,19 @@ LIBRARIES = {
     "fsspec": {"sources", "check"},
 }
 #: Modules that import torch as they are imported. Nothing on the way to --help, inspect or a dry run imports these.
-OF_TORCH = {"resample", "pixels_cpu", "pixels_device", "local", "work", "recompute", "features", "training"}
+OF_TORCH = {"resample", "pixels_cpu", "pixels_device", "local", "compute", "work", "recompute", "features", "training"}
 
 #: What the package itself offers: type checkers see the import, and it runs when somebody asks for the name.
 FRONT_DOOR = {"features"}
 
 #: Where foreign exceptions of any kind are caught, to be translated.
-SEAMS = {("sources", "foreign_errors"), ("sources", "_fetch"), ("threads", "_work"), ("cli", "_exit_codes")}
+SEAMS = {
+    ("sources", "foreign_errors"),
+    ("sources", "_fetch"),
+    ("threads", "_work"),
+    ("recompute", "_load_processor"),
+    ("cli", "_exit_codes"),
+}
 
 MODULES = {path.stem: ast.parse(path.read_text(encoding="utf-8")) for path in sorted(PACKAGE.rglob("*.py"))}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import json
 import multiprocessing
@@ -509,3 +510,53 @@ sides = ("PIL", "kimik3_prep.images", "kimik3_prep.work", "kimik3_prep.pixels_cp
 assert "torch" in sys.modules and not [name for name in sides if name in sys.modules], "the encode side"
 """
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+# --- without shards -----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def indexed(made: Path, tmp_path: Path) -> Path:
+    """The index alone of the same manifest, and one picture more as a data: URL."""
+    rows = [json.loads(line) for line in (made / "m.jsonl").read_text().splitlines()]
+    url = "data:image/png;base64," + base64.b64encode((made / "2.png").read_bytes()).decode()
+    manifest = write_manifest(made / "indexed.jsonl", [*rows, {"id": "inline", "image": url}])
+    prepare(Settings(str(manifest), tmp_path / "indexed", "kimi-k3", index_only=True), Silent())
+    return tmp_path / "indexed"
+
+
+@pytest.mark.parametrize("raw", [False, True])
+def test_features_of_an_index_only_run_are_computed_from_the_images(made: Path, indexed: Path, raw: bool) -> None:
+    store, stored = FeatureStore(indexed, raw=raw), FeatureStore(made / "uint8", raw=raw)
+    for name in OK:
+        assert same(store[name].pixel_values, stored[name].pixel_values), name
+        assert store[name].grid_thw == stored[name].grid_thw
+    assert store.prompt("n0") == stored.prompt("n0")
+    assert same(store["inline"].pixel_values, stored["n2"].pixel_values)
+    batch, other = store.batch(OK), stored.batch(OK)
+    assert same(batch.pixel_values, other.pixel_values)
+    assert torch.equal(batch.grid_thws, other.grid_thws)
+
+
+def test_an_image_that_is_not_the_indexed_one_is_said(made: Path, indexed: Path, tmp_path: Path) -> None:
+    store = FeatureStore(indexed)
+    with pytest.raises(FailedItem, match="line 8, cut has no features: truncated"):
+        store["cut"]
+    moved = tmp_path / "moved"
+    moved.mkdir()
+    for path in made.glob("*.*"):
+        shutil.copy(path, moved)
+    picture(31, 70).save(moved / "0.png")
+    (moved / "1.png").unlink()
+    store = pickle.loads(pickle.dumps(FeatureStore(indexed, images=moved)))
+    with pytest.raises(FailedItem, match="n0 has no features: source_changed"):
+        store["n0"]
+    with pytest.raises(FailedItem, match="n1 has no features: not_found"):
+        store["n1"]
+    assert same(store["n3"].pixel_values, FeatureStore(made / "float32")["n3"].pixel_values)
+
+
+def test_an_index_only_run_without_its_record_says_so(indexed: Path) -> None:
+    (indexed / "run.json").unlink()
+    with pytest.raises(StoreError, match=r"run\.json"):
+        FeatureStore(indexed)["n0"]

@@ -567,3 +567,59 @@ def test_equal_bytes_are_stored_once(tmp_path: Path) -> None:
     assert (retried.images, retried.failed) == (2, 1)
     encode(manifest, tmp_path / "new", dedupe="content")
     assert tree(tmp_path / "out") == tree(tmp_path / "new")
+
+
+def test_a_retry_rewrites_the_shards_of_the_failed_items_and_no_others(tmp_path: Path) -> None:
+    rows = []
+    for number in range(6):
+        picture(280, 280, seed=number).save(tmp_path / f"{number}.png")
+        rows.append({"id": str(number), "image": f"{number}.png"})
+    good = (tmp_path / "3.png").read_bytes()
+    (tmp_path / "3.png").write_bytes(good[:-50])
+    manifest = write_manifest(tmp_path / "m.jsonl", rows)
+    more = {"dtype": "uint8", "shard_size": 400 * 588 * 2}
+    assert encode(manifest, tmp_path / "out", **more).failed == 1
+    before = {path.name: path.stat().st_mtime_ns for path in (tmp_path / "out" / "shards").iterdir()}
+    assert encode(manifest, tmp_path / "out", retry_failed=True, **more).failed == 1  # nothing was mended
+    (tmp_path / "3.png").write_bytes(good)
+    assert encode(manifest, tmp_path / "out", retry_failed=True, **more).failed == 0
+    after = {path.name: path.stat().st_mtime_ns for path in (tmp_path / "out" / "shards").iterdir()}
+    assert {name for name in before if before[name] == after[name]} == {
+        f"cpu-{number:05d}.{suffix}" for number in (0, 2) for suffix in ("safetensors", "parquet")
+    }
+    encode(manifest, tmp_path / "new", **more)
+    assert tree(tmp_path / "out", but=("plan.parquet",)) == tree(tmp_path / "new", but=("plan.parquet",))
+
+
+# --- the index alone ----------------------------------------------------------------------------------------------
+
+
+def test_an_index_only_run_tells_what_a_whole_run_would(mixed: Path, tmp_path: Path) -> None:
+    (mixed.parent / "late.jpg").unlink()  # it fails when it is decoded, and nothing is decoded here
+    (mixed.parent / "cut.png").unlink()
+    encode(mixed, tmp_path / "whole", max_tokens=60)
+    alone = encode(mixed, tmp_path / "alone", max_tokens=60, index_only=True)
+    whole, index = (pq.read_table(tmp_path / name / "index.parquet") for name in ("whole", "alone"))
+    told = {"shard", "row", "patch_start", "content_hash", "checksum"}
+    assert whole.drop_columns([*told]).equals(
+        index.drop_columns([*told]).replace_schema_metadata(whole.schema.metadata)
+    )
+    assert all(index[name].null_count == index.num_rows for name in told)
+    assert (alone.images, alone.shards, alone.size, alone.index_only) == (0, 0, 0, True)
+    assert alone.patches == sum(row["patch_count"] or 0 for row in index.to_pylist())
+    assert sorted(path.name for path in (tmp_path / "alone").iterdir()) == ["index.parquet", "plan.parquet", "run.json"]
+    assert encode(mixed, tmp_path / "alone", max_tokens=60, index_only=True).skipped == -1
+    with pytest.raises(PlanMismatch, match="index_only"):
+        encode(mixed, tmp_path / "alone", max_tokens=60, dtype="uint8")
+
+
+def test_an_index_only_run_decodes_nothing_and_can_be_retried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    picture(60, 50).save(tmp_path / "a.png")
+    manifest = write_manifest(tmp_path / "m.jsonl", [{"image": "a.png"}, {"image": "b.png"}])
+    monkeypatch.setattr(Image.Image, "load", None)
+    assert encode(manifest, tmp_path / "out", index_only=True).failed == 1
+    monkeypatch.undo()
+    picture(30, 70).save(tmp_path / "b.png")
+    assert encode(manifest, tmp_path / "out", index_only=True, retry_failed=True).failed == 0
+    encode(manifest, tmp_path / "new", index_only=True)
+    assert tree(tmp_path / "out") == tree(tmp_path / "new")

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import random
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -220,8 +220,8 @@ def test_code_runs_only_when_it_was_allowed(copy: Path, run: Run) -> None:
     assert "--trust-remote-code" in done.stderr
 
 
-@pytest.mark.skipif(importlib.util.find_spec("transformers") is not None, reason="transformers is installed")
-def test_a_missing_transformers_is_said() -> None:
+def test_a_missing_transformers_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(InputError, match=r"pip install 'kimik3-prep\[verify\]'"):
         processor_folder(Path("somewhere"), True)
 
@@ -256,7 +256,6 @@ class StandIn(BaseImageProcessor):
 '''
 
 
-@pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="transformers is not installed")
 @pytest.mark.parametrize("wrong", [False, True])
 def test_against_the_processor_of_a_checkpoint(tmp_path: Path, wrong: bool, run: Run) -> None:
     folder = tmp_path / "checkpoint"
@@ -272,3 +271,19 @@ def test_against_the_processor_of_a_checkpoint(tmp_path: Path, wrong: bool, run:
     done = run("verify", tmp_path / "out", *options, env=home)
     assert done.returncode == int(wrong), done.stderr
     assert ("the checkpoint's processor gives other bytes" in done.stdout) is wrong
+
+
+@pytest.mark.parametrize("code", [None, "raise RuntimeError('no')", "class StandIn: pass", "def (:"])
+def test_a_checkpoint_whose_processor_does_not_load(code: str | None, copy: Path, whole: Path, run: Run) -> None:
+    folder = copy.parent / "checkpoint"
+    folder.mkdir()
+    if code is not None:
+        (folder / "stand_in.py").write_text(code)
+        config = {"image_processor_type": "StandIn", "auto_map": {"AutoImageProcessor": "stand_in.StandIn"}}
+        (folder / "preprocessor_config.json").write_text(json.dumps(config))
+    home = {"HF_HOME": str(copy.parent / "home"), "HF_HUB_OFFLINE": "1"}
+    options = ["--processor", folder, "--trust-remote-code", "--manifest", whole.parent / "m.jsonl"]
+    done = run("verify", copy, *options, env=home)
+    assert done.returncode == 2, done.stderr
+    assert f"{folder}: no image processor could be loaded from it" in done.stderr
+    assert "Traceback" not in done.stderr

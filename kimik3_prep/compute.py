@@ -1,0 +1,56 @@
+"""One image's features computed from its source on the spot, to compare with a shard or for want of one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from kimik3_prep.config import PreprocessorConfig
+from kimik3_prep.errors import ItemError
+from kimik3_prep.images import Decoded, decode
+from kimik3_prep.local import cast_features, read_features
+from kimik3_prep.pixels_cpu import TORCH_DTYPES, write_patches
+from kimik3_prep.plan import PlannedItem
+from kimik3_prep.sources import foreign_errors, read_file
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """What a run's record says of how its features are made. turn: EXIF orientations are applied."""
+
+    config: PreprocessorConfig
+    dtype: torch.dtype
+    max_pixels: int
+    turn: bool
+
+    @classmethod
+    def of_run(cls, facts: dict[str, Any]) -> Recipe:
+        """From the `facts` of a run.json."""
+        config = PreprocessorConfig.from_dict(facts["config"])
+        return cls(config, TORCH_DTYPES[facts["dtype"]], facts["max_pixels"], facts["exif"] == "apply")
+
+
+def features(item: PlannedItem, source: str, recipe: Recipe) -> tuple[torch.Tensor, str]:
+    """`[L, 3, p, p]` of the recipe's dtype, and the hash of the encoded bytes. `source` is the item's, resolved.
+
+    Raises ItemError where the image cannot be read, or is not the one that was planned.
+    """
+    config = recipe.config
+    if not item.grid.new_w:  # features made elsewhere
+        content, content_hash = read_file(source)
+        return cast_features(read_features(content, item.grid.thw, config), config, recipe.dtype), content_hash
+    decoded = planned_image(item, source, recipe)
+    out = torch.empty((item.patch_count, 3, config.patch_size, config.patch_size), dtype=recipe.dtype)
+    with foreign_errors():
+        write_patches(decoded.image, item.grid, config, out)
+    return out, decoded.content_hash
+
+
+def planned_image(item: PlannedItem, source: str, recipe: Recipe) -> Decoded:
+    """The item's image decoded. Raises ItemError also where it has another size now."""
+    decoded = decode(source, recipe.max_pixels, turn=recipe.turn)
+    if decoded.image.size != (item.width, item.height):
+        raise ItemError("source_changed", f"the image is {decoded.image.width} x {decoded.image.height} pixels")
+    return decoded
