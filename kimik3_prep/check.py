@@ -37,6 +37,7 @@ class Settings:
     max_pixels: int = DEFAULT_MAX_PIXELS
     max_tokens: int | None = None
     exif: Literal["ignore", "apply"] = "ignore"
+    memory: int | None = None
     item_timeout: float = DEFAULT_ITEM_TIMEOUT
     on_error: Literal["record", "fail"] = "record"
     max_failures: int | None = None

@@ -168,6 +168,9 @@ def encode(
     item_timeout: Annotated[
         float, typer.Option(min=0.001, help="Most seconds for reading and decoding one image; then it has failed.")
     ] = 300,
+    memory: Annotated[
+        str | None, typer.Option(help="Most bytes of decoded images at a time. Default: half of what is free.")
+    ] = None,
     image_root: Annotated[
         Path | None, typer.Option(help="Refuse a manifest that names files outside this folder, or URLs.")
     ] = None,
@@ -209,6 +212,7 @@ def encode(
             exif=exif,
             limit=limit,
             max_pixels=max_pixels,
+            memory=parse_size(memory, "--memory") if memory else None,
             item_timeout=item_timeout,
             on_error=on_error,
             max_failures=max_failures,

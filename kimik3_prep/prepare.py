@@ -130,6 +130,7 @@ def _versions() -> dict[str, str]:
 def _fill(settings: Settings, checked: Checked, layout: Layout, facts: dict[str, Any], reporter: Reporter) -> int:
     """Run the shard jobs that are not committed yet; returns how many were."""
     from kimik3_prep.engines import run_local
+    from kimik3_prep.memory import Room
     from kimik3_prep.pixels_cpu import lost_levels
     from kimik3_prep.work import Control, Stopped
 
@@ -140,6 +141,8 @@ def _fill(settings: Settings, checked: Checked, layout: Layout, facts: dict[str,
     _warn_of_a_full_disk(layout, settings.dtype, patches * 3 * checked.config.patch_size**2, reporter)
     limit = _FailureLimit(0 if settings.on_error == "fail" else settings.max_failures, failures)
     control = Control(item_timeout=settings.item_timeout)
+    if settings.memory is not None:
+        control.room = Room(settings.memory)
 
     def on_item(pixels: int, size: int, error: ItemError | None) -> None:
         reporter.advance(1, pixels, size, int(error is not None))

@@ -51,6 +51,14 @@ def in_time() -> None:
             task.begun = None
 
 
+def begin_now() -> None:
+    """Called by a task that had to wait for others: its time begins here."""
+    task: _Task | None = getattr(_current, "task", None)
+    if task is not None:
+        with task.lock:
+            task.begun = task.begun and time.monotonic()
+
+
 class ImageThreads(Executor):
     """`workers` threads, and a time limit of `seconds` for each task. `prepare` runs first in every thread.
 

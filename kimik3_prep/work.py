@@ -20,13 +20,14 @@ from kimik3_prep.grid import GridRule
 from kimik3_prep.images import Decoded, decode
 from kimik3_prep.local import cast_features, read_features
 from kimik3_prep.manifest import resolve
+from kimik3_prep.memory import Room, available_memory
 from kimik3_prep.pixels_cpu import TORCH_DTYPES, PatchMaker, rgb_pixels
 from kimik3_prep.pixels_device import Batches, DeviceBackend, Upload, upload
 from kimik3_prep.plan import PlannedItem, ShardPlan
 from kimik3_prep.shards import ShardFormat, ShardWriter
 from kimik3_prep.sources import Stamp, foreign_errors, read_file
 from kimik3_prep.store import Layout, Outcome, Stored, index_table, write_shard_index
-from kimik3_prep.threads import DEFAULT_ITEM_TIMEOUT, in_time
+from kimik3_prep.threads import DEFAULT_ITEM_TIMEOUT, begin_now, in_time
 
 #: Decoded images that may wait for a device, beyond those in its batches.
 _DECODED_AHEAD = 16
@@ -83,12 +84,14 @@ class Control:
 
     on_item: called from worker threads after each stored image: source pixels, stored bytes, its error or None.
     note: called with a sentence a person should see. item_timeout: seconds for reading and decoding one image.
+    room: memory for decoded images.
     """
 
     on_item: Callable[[int, int, ItemError | None], None] = lambda pixels, size, error: None
     note: Callable[[str], None] = lambda text: None
     stop: threading.Event = field(default_factory=threading.Event)
     item_timeout: float = DEFAULT_ITEM_TIMEOUT
+    room: Room = field(default_factory=lambda: Room(available_memory() // 2))
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,13 +184,15 @@ def _fill_each(
     def fill(item: PlannedItem) -> _Result:
         if control.stop.is_set():
             raise Stopped
-        try:
-            source, blocks = prepare(item)
-        except ItemError as error:
+        with control.room.held(_memory_of(item)):
+            begin_now()
+            try:
+                source, blocks = prepare(item)
+            except ItemError as error:
+                in_time()
+                return _failed(item, error, control)
             in_time()
-            return _failed(item, error, control)
-        in_time()
-        return _store(item, source, blocks, writer, control)
+            return _store(item, source, blocks, writer, control)
 
     futures = {item.row: images.submit(fill, item) for item in job.shard.items}
     try:
@@ -214,9 +219,11 @@ def _fill_on_device(job: ShardJob, writer: ShardWriter, images: Executor, contro
     def load(item: PlannedItem) -> tuple[Decoded, Upload]:
         if control.stop.is_set():
             raise Stopped
-        decoded = _decode(item, job)
-        with foreign_errors():
-            return decoded, upload(decoded.image, item.grid, job.config)
+        with control.room.held(_memory_of(item)):
+            begin_now()
+            decoded = _decode(item, job)
+            with foreign_errors():
+                return decoded, upload(decoded.image, item.grid, job.config)
 
     def emit(tag: tuple[PlannedItem, Decoded], patches: torch.Tensor | ItemError) -> None:
         item, decoded = tag
@@ -267,6 +274,11 @@ def _patch_maker(config: PreprocessorConfig, dtype: torch.dtype) -> PatchMaker:
 
 
 _thread = threading.local()
+
+
+def _memory_of(item: PlannedItem) -> int:
+    """Bytes that an image in work takes: four a pixel in Pillow, and a copy for the resize or the background."""
+    return 8 * item.width * item.height + (item.source_size or 0)
 
 
 def _store(

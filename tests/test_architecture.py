@@ -21,7 +21,7 @@ CONTRIBUTING = ROOT / ".github" / "CONTRIBUTING.md"
 #: A new module gets a place here and in the table of CONTRIBUTING.md.
 FLOORS = (
     ("__init__", "errors", "strict_json"),
-    ("threads", "grid", "levels", "disk", "config_rules", "config"),
+    ("threads", "memory", "grid", "levels", "disk", "config_rules", "config"),
     ("fields", "manifest"),
     ("spans", "plan"),
     ("sources", "images", "shards", "store", "folder", "summary"),

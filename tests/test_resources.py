@@ -292,23 +292,34 @@ def test_an_image_that_does_not_fit_into_memory_fails_alone(run: Run, tmp_path: 
     Image.new("RGB", (13_000, 13_000)).save(tmp_path / "large.png", compress_level=1)  # 645 MiB as Pillow holds it
     write_manifest(tmp_path / "m.jsonl", [{"image": name} for name in ("a.png", "large.png", "b.png")])
     command = [*ENCODE, "-o", "out", "-j", "1", "--dtype", "uint8"]
-    used = peak_address_space([str(BINARY), *command, "--limit", "1", "--overwrite"], tmp_path)
+    used = peak([str(BINARY), *command, "--limit", "1"], tmp_path, "VmPeak")
     done = run(*command, "--overwrite", preexec_fn=limited(resource.RLIMIT_AS, used + (300 << 20)))
     assert done.returncode == 1, done.stderr
     assert "large.png: out_of_memory" in done.stderr
     assert run("verify", "out").returncode == 0
 
 
-def peak_address_space(command: list[str], folder: Path) -> int:
-    """Most bytes of address space that a command ever has, as the system counts them for RLIMIT_AS."""
-    watch = "import subprocess, sys, resource, pathlib, os\n"
-    watch += "process = subprocess.Popen(sys.argv[1:], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)\n"
-    watch += "peak = 0\n"
-    watch += "while process.poll() is None:\n"
-    watch += "    text = pathlib.Path(f'/proc/{process.pid}/status').read_text()\n"
-    watch += "    peak = max([peak, *(int(l.split()[1]) for l in text.splitlines() if l.startswith('VmPeak'))])\n"
-    watch += "print(peak)"
-    return int(subprocess.check_output([sys.executable, "-c", watch, *command], cwd=folder, timeout=120)) << 10
+def test_little_memory_takes_large_images_one_by_one(run: Run, tmp_path: Path) -> None:
+    for name in "abcd":
+        Image.new("RGB", (4000, 4000)).save(tmp_path / f"{name}.png", compress_level=1)  # 61 MiB as Pillow holds it
+    write_manifest(tmp_path / "m.jsonl", [{"image": f"{name}.png"} for name in "abcd"])
+    peaks = {}
+    for memory in ("100MiB", "8GiB"):
+        command = [str(BINARY), *ENCODE, "-o", memory, "-j", "4", "--dtype", "uint8", "--memory", memory]
+        peaks[memory] = peak(command, tmp_path, "VmHWM")
+    assert tree(tmp_path / "100MiB") == tree(tmp_path / "8GiB")
+    assert peaks["100MiB"] + (100 << 20) < peaks["8GiB"]
+
+
+def peak(command: list[str], folder: Path, kind: str) -> int:
+    """A command's own peak in bytes: VmPeak of address space, VmHWM of memory."""
+    process = subprocess.Popen(command, cwd=folder, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    most = 0
+    while process.poll() is None:
+        lines = Path(f"/proc/{process.pid}/status").read_text().splitlines()
+        most = max([most, *(int(line.split()[1]) << 10 for line in lines if line.startswith(kind))])
+    assert process.returncode == 0
+    return most
 
 
 # --- hostile manifests --------------------------------------------------------------------------------------------
