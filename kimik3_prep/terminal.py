@@ -17,7 +17,7 @@ from collections.abc import Collection, Iterable, Sequence
 from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.cells import cell_len, set_cell_size
 from rich.console import Console
@@ -26,7 +26,9 @@ from rich.text import Text
 
 from kimik3_prep.config import Diagnosis
 from kimik3_prep.errors import InputError, PrepError, Problem, RunError
-from kimik3_prep.summary import PlanSummary, RunSummary
+
+if TYPE_CHECKING:  # it brings pyarrow, which takes longer to import than a config to check
+    from kimik3_prep.summary import PlanSummary, RunSummary
 
 _EVERY = 5.0  # seconds between progress lines where there is no terminal
 _MOST_PROBLEMS = 50
@@ -245,6 +247,8 @@ def print_diagnosis(diagnosis: Diagnosis) -> None:
 
 def print_summary(summary: PlanSummary | RunSummary, dtype: str) -> None:
     """What a run came to, or what it would come to."""
+    from kimik3_prep.summary import PlanSummary
+
     print_plan(summary, dtype) if isinstance(summary, PlanSummary) else print_run(summary)
 
 

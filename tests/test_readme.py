@@ -6,9 +6,11 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import get_args
 
 from conftest import Run
 
+from kimik3_prep.errors import ItemErrorCode
 from kimik3_prep.fields import ID_KEYS, IMAGE_KEYS
 from kimik3_prep.store import INDEX_SCHEMA
 
@@ -63,3 +65,8 @@ def python(code: str, folder: Path) -> str:
     """What a snippet prints when it is run as a file."""
     (folder / "snippet.py").write_text(code)
     return subprocess.run([sys.executable, "snippet.py"], cwd=folder, capture_output=True, text=True, check=True).stdout
+
+
+def test_the_table_of_item_errors_names_every_code() -> None:
+    table = README.split("In an index, as `error_code`:")[1].split("\n\n")[1]
+    assert re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE) == list(get_args(ItemErrorCode))
