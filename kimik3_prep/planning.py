@@ -17,7 +17,7 @@ from kimik3_prep.manifest import Manifest, resolve
 from kimik3_prep.plan import ITEM_BYTES, make_plan, split_shards
 from kimik3_prep.spans import GROUPS, Headers, Spans, find_spans, join_equal
 from kimik3_prep.store import Layout, read_index, read_plan, write_plan
-from kimik3_prep.threads import ImageThreads
+from kimik3_prep.threads import ImageThreads, limited
 
 _WINDOW = 8192  # headers probed at a time, so that a million futures never exist at once
 
@@ -67,7 +67,8 @@ def _read_headers(
     reporter.phase("headers", len(wanted))
 
     def read(image: str) -> Probe:
-        return probe(resolve(image, manifest.base), settings.max_pixels, settings.exif == "apply", content)
+        with limited():
+            return probe(resolve(image, manifest.base), settings.max_pixels, settings.exif == "apply", content)
 
     with ImageThreads(settings.workers, "header", settings.item_timeout) as pool:
         try:

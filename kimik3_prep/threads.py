@@ -1,7 +1,7 @@
 """Image threads whose tasks end in time or are left behind.
 
-Pillow's decoders run in C and cannot be interrupted, and a read over a network may never return. A task that takes
-longer than the limit is given up: its future fails, another thread takes the place of its own, and whatever it may
+Pillow's decoders run in C and cannot be interrupted, and a read over a network may never return. A task that is longer
+in there than the limit is given up: its future fails, another thread takes the place of its own, and whatever it may
 still bring is thrown away.
 """
 
@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, Future
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from queue import SimpleQueue
 from typing import Any
@@ -30,7 +31,7 @@ class GivenUp(Exception):
 class _Task:
     future: Future[Any]
     call: Callable[[], Any]
-    begun: float | None = None  # None before it runs, and once its limited part is over
+    begun: float | None = None  # when it went into its limited part; None outside of it
     given_up: bool = False
     lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -38,32 +39,31 @@ class _Task:
 _current = threading.local()
 
 
-def in_time() -> None:
-    """Called by a task when the part that may hang is over; from here on the limit does not hold, and nobody gives up.
+@contextmanager
+def limited() -> Iterator[None]:
+    """The part of a task that may hang: the time limit holds inside, and only there. It means nothing elsewhere.
 
-    Raises GivenUp in a task that was given up before. Outside of `ImageThreads` it does nothing.
+    Leaving it raises GivenUp in a task that was given up, whatever else was on its way out.
     """
     task: _Task | None = getattr(_current, "task", None)
-    if task is not None:
+    if task is None:
+        yield
+        return
+    task.begun = time.monotonic()
+    try:
+        yield
+    finally:
         with task.lock:
+            task.begun = None
             if task.given_up:
                 raise GivenUp
-            task.begun = None
-
-
-def begin_now() -> None:
-    """Called by a task that had to wait for others: its time begins here."""
-    task: _Task | None = getattr(_current, "task", None)
-    if task is not None:
-        with task.lock:
-            task.begun = task.begun and time.monotonic()
 
 
 class ImageThreads(Executor):
-    """`workers` threads, and a time limit of `seconds` for each task. `prepare` runs first in every thread.
+    """`workers` threads, and a time limit of `seconds` for what a task does inside `limited`.
 
-    A task's future gets ItemError("timed_out") when the limit has passed and the task has not said `in_time` yet. Once
-    `stop` is set such a task gets two seconds more at most: a run that ends waits for no decoder.
+    The future of a task that takes longer gets ItemError("timed_out"). Once `stop` is set, two seconds are the limit: a
+    run that ends waits for no decoder. `prepare` runs first in every thread.
     """
 
     def __init__(
@@ -124,7 +124,6 @@ class ImageThreads(Executor):
         while (task := self._tasks.get()) is not None:
             if not task.future.set_running_or_notify_cancel():
                 continue
-            task.begun = time.monotonic()
             with self._lock:
                 self._running[threading.current_thread()] = task
             _current.task = task
@@ -134,10 +133,8 @@ class ImageThreads(Executor):
                 outcome, failed = error, True
             with self._lock:
                 self._running.pop(threading.current_thread(), None)
-            with task.lock:
-                task.begun = None
-                if task.given_up:
-                    return  # another thread has taken this one's place
+            if task.given_up:
+                return  # another thread has taken this one's place
             (task.future.set_exception if failed else task.future.set_result)(outcome)
             del task, outcome, _current.task
 

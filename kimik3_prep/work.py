@@ -27,7 +27,7 @@ from kimik3_prep.plan import PlannedItem, ShardPlan
 from kimik3_prep.shards import ShardFormat, ShardWriter
 from kimik3_prep.sources import Stamp, foreign_errors, read_file
 from kimik3_prep.store import Layout, Outcome, Stored, index_table, write_shard_index
-from kimik3_prep.threads import DEFAULT_ITEM_TIMEOUT, begin_now, in_time
+from kimik3_prep.threads import DEFAULT_ITEM_TIMEOUT, limited
 
 #: Decoded images that may wait for a device, beyond those in its batches.
 _DECODED_AHEAD = 16
@@ -185,13 +185,11 @@ def _fill_each(
         if control.stop.is_set():
             raise Stopped
         with control.room.held(_memory_of(item)):
-            begin_now()
             try:
-                source, blocks = prepare(item)
+                with limited():
+                    source, blocks = prepare(item)
             except ItemError as error:
-                in_time()
                 return _failed(item, error, control)
-            in_time()
             return _store(item, source, blocks, writer, control)
 
     futures = {item.row: images.submit(fill, item) for item in job.shard.items}
@@ -219,8 +217,7 @@ def _fill_on_device(job: ShardJob, writer: ShardWriter, images: Executor, contro
     def load(item: PlannedItem) -> tuple[Decoded, Upload]:
         if control.stop.is_set():
             raise Stopped
-        with control.room.held(_memory_of(item)):
-            begin_now()
+        with control.room.held(_memory_of(item)), limited():
             decoded = _decode(item, job)
             with foreign_errors():
                 return decoded, upload(decoded.image, item.grid, job.config)

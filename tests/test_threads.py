@@ -11,7 +11,7 @@ import pytest
 from conftest import Run, picture, slow_jpeg, write_manifest
 
 from kimik3_prep.errors import ItemError
-from kimik3_prep.threads import ImageThreads, in_time
+from kimik3_prep.threads import ImageThreads, limited
 
 
 def test_results_and_errors_come_through_the_futures() -> None:
@@ -35,8 +35,8 @@ def test_a_task_that_hangs_is_left_behind_and_its_thread_replaced() -> None:
     release, wrote = threading.Event(), []
 
     def hang() -> None:
-        release.wait(60)
-        in_time()
+        with limited():
+            release.wait(60)
         wrote.append(True)
 
     with ImageThreads(1, "test", 0.1) as pool:
@@ -51,24 +51,54 @@ def test_a_task_that_hangs_is_left_behind_and_its_thread_replaced() -> None:
     assert not wrote
 
 
-def test_the_limit_ends_where_a_task_says_so() -> None:
+def test_the_limit_holds_only_inside() -> None:
     def write() -> str:
-        in_time()
-        time.sleep(0.5)
+        time.sleep(0.4)
+        with limited():
+            pass
+        time.sleep(0.4)
         return "written"
 
     with ImageThreads(1, "test", 0.1) as pool:
         assert pool.submit(write).result(30) == "written"
 
 
-def test_in_time_means_nothing_elsewhere() -> None:
-    in_time()
+def test_an_error_that_comes_too_late_is_not_told_twice() -> None:
+    release, seen = threading.Event(), []
+
+    def hang() -> None:
+        try:
+            with limited():
+                release.wait(60)
+                raise ItemError("corrupt", "late")
+        except ItemError:
+            seen.append("told")
+
+    with ImageThreads(1, "test", 0.1) as pool:
+        lost = pool.submit(hang)
+        with pytest.raises(ItemError, match="timed_out"):
+            lost.result(30)
+    release.set()
+    for thread in threading.enumerate():
+        if thread.name.startswith("test"):
+            thread.join(30)
+    assert not seen
+
+
+def test_limits_mean_nothing_elsewhere() -> None:
+    with limited():
+        pass
 
 
 def test_a_stopped_run_waits_two_seconds_at_most() -> None:
     stop, release = threading.Event(), threading.Event()
     with ImageThreads(1, "test", 600, stop) as pool:
-        lost = pool.submit(release.wait, 60)
+
+        def hang() -> None:
+            with limited():
+                release.wait(60)
+
+        lost = pool.submit(hang)
         began = time.monotonic()
         stop.set()
         with pytest.raises(ItemError):
