@@ -4,7 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
-from kimik3_prep.terminal import LINE, counted, failure, harmless, out, print_table, say, size_text
+from kimik3_prep.terminal import (
+    LINE,
+    counted,
+    failure,
+    harmless,
+    out,
+    print_histogram,
+    print_table,
+    say,
+    size_text,
+)
 
 _CELL = 60  # most characters of a foreign text in a table
 
@@ -66,10 +76,25 @@ def _print_totals(found: dict[str, Any]) -> None:
     counts = [", ".join(f"{key}: {count:,}" for key, count in found[f"by_{name}"].items()) for name in names]
     rows = [(name.replace("_", " "), count) for name, count in zip(names, counts, strict=True)]
     print_table(("by", "items"), rows, f"{counted(found['rows'], 'item')}, {counted(found['num_tokens'], 'token')}")
+    print_histogram(found["histogram"])
+    _print_largest(found)
     for row in found["failures"]:
         say(out, failure(row["line"], row["id"], row["error_code"], row["error_message"]), "failed: ")
     if found["failures_not_shown"]:
         say(out, f"… and {counted(found['failures_not_shown'], 'more failed item')}")
+
+
+def _print_largest(found: dict[str, Any]) -> None:
+    """The images with the most tokens; nothing where these are all there are."""
+    if len(found["largest"]) == found["images"]:
+        return
+    rows = []
+    for row in found["largest"]:
+        size = f"{row['width']:,} x {row['height']:,}" if row["width"] else "-"  # null for features made elsewhere
+        more = f" and {row['rows'] - 1:,} more" if row["rows"] > 1 else ""
+        grid = " x ".join(f"{side:,}" for side in row["grid_thw"][:0:-1])
+        rows.append((f"{row['num_tokens']:,}", size, grid, f"{row['line']:,}", harmless(row["id"], _CELL) + more))
+    print_table(("tokens", "size", "patches", "line", "id"), rows, "largest images")
 
 
 def print_verification(report: dict[str, Any]) -> None:
