@@ -227,19 +227,26 @@ def encode(
 def inspect(
     path: Annotated[Path, typer.Argument(help="A shard, an index or an output folder.")],
     render: Annotated[
-        Path | None, typer.Option(help="Write items of a finished output folder as PNG pictures into this folder.")
+        Path | None,
+        typer.Option(
+            help="Write PNG into this folder: a picture for each item of a finished run, or pages of a shard."
+        ),
     ] = None,
     id: Annotated[list[str] | None, typer.Option(help="An item to render; may be repeated.")] = None,
     first: Annotated[int, typer.Option(min=1, help="How many items to render where no --id is given.")] = 20,
+    grid: Annotated[
+        bool, typer.Option("--grid", help="Mark patches, tokens and padding in the pictures. Pages have it anyway.")
+    ] = False,
     format: Format = "text",
 ) -> None:
     """Show what lies in a shard, an index or an output folder."""
-    from kimik3_prep import findings, inspection, pictures, terminal
+    from kimik3_prep import findings, inspection, sheets, terminal
 
     with _exit_codes(format):
-        if id and render is None:
-            raise InputError([Problem("--id", "chooses what to render", hint="add --render FOLDER")])
-        drawn = pictures.render(path, render, id or (), first) if render else []
+        if (id or grid) and render is None:
+            option, what = ("--id", "chooses what to render") if id else ("--grid", "marks what is rendered")
+            raise InputError([Problem(option, what, hint="add --render FOLDER")])
+        drawn = sheets.render(path, render, id or (), first, grid) if render else []
         found = inspection.inspect(path)
         if format == "json":
             terminal.print_json(found | ({"pictures": [asdict(picture) for picture in drawn]} if render else {}))
