@@ -130,6 +130,40 @@ def validate_config(
 
 
 @app.command()
+def manifest(
+    source: Annotated[
+        str, typer.Argument(help="A folder of images, or rows: a JSON list, JSON Lines, CSV, Parquet; - is stdin.")
+    ],
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="A new file. Default: standard output.")] = None,
+    image_dir: Annotated[
+        Path | None, typer.Option(help="Where relative paths in rows start. Default: the source's folder.")
+    ] = None,
+    image_field: Annotated[
+        str | None, typer.Option(help="Field of the images; dots go inside. Default: images, image, file_name, …")
+    ] = None,
+    id_field: Annotated[str | None, typer.Option(help="Field of the ids. Default: id, key, else row numbers.")] = None,
+    number_rows: Annotated[bool, typer.Option("--number-rows", help="Row numbers from 0 as ids.")] = False,
+    absolute: Annotated[bool, typer.Option("--absolute", help="Write absolute paths.")] = False,
+    size: Annotated[bool, typer.Option("--size", help="Read the headers, and write width and height.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the output file.")] = False,
+    format: Format = "text",
+) -> None:
+    """Make a manifest of a folder of images, or of a list whose rows name images."""
+    from kimik3_prep import findings, gathering, terminal
+
+    with _exit_codes(format):
+        if format == "json" and output is None:
+            raise InputError([Problem("--format json", "standard output is the manifest's", hint="add --output FILE")])
+        wishes = gathering.Wishes(
+            source, output, image_dir, image_field, id_field, number_rows, absolute, size, overwrite
+        )
+        found, lines = gathering.gather(wishes)
+        if output is None:
+            terminal.print_lines(lines)
+        terminal.print_json({"status": "ok", **asdict(found)}) if format == "json" else findings.print_gathered(found)
+
+
+@app.command()
 def encode(
     manifest: Annotated[str, typer.Argument(help="JSON Lines (may be gzip) or Parquet; - reads standard input.")],
     config: Annotated[

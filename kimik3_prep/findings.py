@@ -1,20 +1,25 @@
-"""What `inspect` and `verify` found, printed. Foreign texts are shown as `terminal.py` shows them: harmless."""
+"""What `inspect`, `verify` and `manifest` found, printed. Foreign texts are made harmless as in `terminal.py`."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kimik3_prep.terminal import (
     LINE,
     counted,
+    err,
     failure,
     harmless,
     out,
     print_histogram,
+    print_problem,
     print_table,
     say,
     size_text,
 )
+
+if TYPE_CHECKING:  # the others need no decoders
+    from kimik3_prep.gathering import Gathered
 
 _CELL = 60  # most characters of a foreign text in a table
 
@@ -108,3 +113,20 @@ def print_verification(report: dict[str, Any]) -> None:
         size += f"; {counted(report['compared'], 'image')} computed again"
     found = counted(len(report["problems"]), "problem") if report["problems"] else "all as it was written"
     say(out, f": {found} in {counted(report['shards'], 'shard')} ({size})", bold=report["path"])
+
+
+def print_gathered(found: Gathered) -> None:
+    """What a manifest was made of, on stderr: standard output may be the manifest's."""
+    for problem in found.warnings:
+        print_problem(problem)
+    text = counted(found.items, "item")
+    if found.of == "rows":
+        text += f" of {counted(found.rows, 'row')}"
+    if found.passed_over:
+        what = ("other file", "") if found.of == "files" else ("row", " without an image")
+        text += f"; {counted(found.passed_over, what[0])}{what[1]} passed over"
+    if found.links:
+        text += f"; {counted(found.links, 'link')} to folders not followed"
+    if found.sizes_unknown:
+        text += f"; {counted(found.sizes_unknown, 'header')} could not be read"
+    say(err, text + (f", in {found.output}" if found.output else ""))
