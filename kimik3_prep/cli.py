@@ -130,6 +130,40 @@ def validate_config(
 
 
 @app.command()
+def manifest(
+    source: Annotated[
+        str, typer.Argument(help="A folder of images, or rows: a JSON list, JSON Lines, CSV, Parquet; - is stdin.")
+    ],
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="A new file. Default: standard output.")] = None,
+    image_dir: Annotated[
+        Path | None, typer.Option(help="Where relative paths in rows start. Default: the source's folder.")
+    ] = None,
+    image_field: Annotated[
+        str | None, typer.Option(help="Field of the images; dots go inside. Default: images, image, file_name, …")
+    ] = None,
+    id_field: Annotated[str | None, typer.Option(help="Field of the ids. Default: id, key, else row numbers.")] = None,
+    number_rows: Annotated[bool, typer.Option("--number-rows", help="Row numbers from 0 as ids.")] = False,
+    absolute: Annotated[bool, typer.Option("--absolute", help="Write absolute paths.")] = False,
+    size: Annotated[bool, typer.Option("--size", help="Read the headers, and write width and height.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the output file.")] = False,
+    format: Format = "text",
+) -> None:
+    """Make a manifest of a folder of images, or of a list whose rows name images."""
+    from kimik3_prep import findings, gathering, terminal
+
+    with _exit_codes(format):
+        if format == "json" and output is None:
+            raise InputError([Problem("--format json", "standard output is the manifest's", hint="add --output FILE")])
+        wishes = gathering.Wishes(
+            source, output, image_dir, image_field, id_field, number_rows, absolute, size, overwrite
+        )
+        found, lines = gathering.gather(wishes)
+        if output is None:
+            terminal.print_lines(lines)
+        terminal.print_json({"status": "ok", **asdict(found)}) if format == "json" else findings.print_gathered(found)
+
+
+@app.command()
 def encode(
     manifest: Annotated[str, typer.Argument(help="JSON Lines (may be gzip) or Parquet; - reads standard input.")],
     config: Annotated[
@@ -235,19 +269,26 @@ def encode(
 def inspect(
     path: Annotated[Path, typer.Argument(help="A shard, an index or an output folder.")],
     render: Annotated[
-        Path | None, typer.Option(help="Write items of a finished output folder as PNG pictures into this folder.")
+        Path | None,
+        typer.Option(
+            help="Write PNG into this folder: a picture for each item of a finished run, or pages of a shard."
+        ),
     ] = None,
     id: Annotated[list[str] | None, typer.Option(help="An item to render; may be repeated.")] = None,
     first: Annotated[int, typer.Option(min=1, help="How many items to render where no --id is given.")] = 20,
+    grid: Annotated[
+        bool, typer.Option("--grid", help="Mark patches, tokens and padding in the pictures. Pages have it anyway.")
+    ] = False,
     format: Format = "text",
 ) -> None:
     """Show what lies in a shard, an index or an output folder."""
-    from kimik3_prep import findings, inspection, pictures, terminal
+    from kimik3_prep import findings, inspection, sheets, terminal
 
     with _exit_codes(format):
-        if id and render is None:
-            raise InputError([Problem("--id", "chooses what to render", hint="add --render FOLDER")])
-        drawn = pictures.render(path, render, id or (), first) if render else []
+        if (id or grid) and render is None:
+            option, what = ("--id", "chooses what to render") if id else ("--grid", "marks what is rendered")
+            raise InputError([Problem(option, what, hint="add --render FOLDER")])
+        drawn = sheets.render(path, render, id or (), first, grid) if render else []
         found = inspection.inspect(path)
         if format == "json":
             terminal.print_json(found | ({"pictures": [asdict(picture) for picture in drawn]} if render else {}))

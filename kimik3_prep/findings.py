@@ -1,10 +1,25 @@
-"""What `inspect` and `verify` found, printed. Foreign texts are shown as `terminal.py` shows them: harmless."""
+"""What `inspect`, `verify` and `manifest` found, printed. Foreign texts are made harmless as in `terminal.py`."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from kimik3_prep.terminal import LINE, counted, failure, harmless, out, print_table, say, size_text
+from kimik3_prep.terminal import (
+    LINE,
+    counted,
+    err,
+    failure,
+    harmless,
+    out,
+    print_histogram,
+    print_problem,
+    print_table,
+    say,
+    size_text,
+)
+
+if TYPE_CHECKING:  # the others need no decoders
+    from kimik3_prep.gathering import Gathered
 
 _CELL = 60  # most characters of a foreign text in a table
 
@@ -69,10 +84,25 @@ def _print_totals(found: dict[str, Any]) -> None:
     counts = [", ".join(f"{key}: {count:,}" for key, count in found[f"by_{name}"].items()) for name in names]
     rows = [(name.replace("_", " "), count) for name, count in zip(names, counts, strict=True)]
     print_table(("by", "items"), rows, f"{counted(found['rows'], 'item')}, {counted(found['num_tokens'], 'token')}")
+    print_histogram(found["histogram"])
+    _print_largest(found)
     for row in found["failures"]:
         say(out, failure(row["line"], row["id"], row["error_code"], row["error_message"]), "failed: ")
     if found["failures_not_shown"]:
         say(out, f"… and {counted(found['failures_not_shown'], 'more failed item')}")
+
+
+def _print_largest(found: dict[str, Any]) -> None:
+    """The images with the most tokens; nothing where these are all there are."""
+    if len(found["largest"]) == found["images"]:
+        return
+    rows = []
+    for row in found["largest"]:
+        size = f"{row['width']:,} x {row['height']:,}" if row["width"] else "-"  # null for features made elsewhere
+        more = f" and {row['rows'] - 1:,} more" if row["rows"] > 1 else ""
+        grid = " x ".join(f"{side:,}" for side in row["grid_thw"][:0:-1])
+        rows.append((f"{row['num_tokens']:,}", size, grid, f"{row['line']:,}", harmless(row["id"], _CELL) + more))
+    print_table(("tokens", "size", "patches", "line", "id"), rows, "largest images")
 
 
 def print_verification(report: dict[str, Any]) -> None:
@@ -86,3 +116,20 @@ def print_verification(report: dict[str, Any]) -> None:
         size += f"; {counted(report['compared'], 'image')} computed again"
     found = counted(len(report["problems"]), "problem") if report["problems"] else "all as it was written"
     say(out, f": {found} in {counted(report['shards'], 'shard')} ({size})", bold=report["path"])
+
+
+def print_gathered(found: Gathered) -> None:
+    """What a manifest was made of, on stderr: standard output may be the manifest's."""
+    for problem in found.warnings:
+        print_problem(problem)
+    text = counted(found.items, "item")
+    if found.of == "rows":
+        text += f" of {counted(found.rows, 'row')}"
+    if found.passed_over:
+        what = ("other file", "") if found.of == "files" else ("row", " without an image")
+        text += f"; {counted(found.passed_over, what[0])}{what[1]} passed over"
+    if found.links:
+        text += f"; {counted(found.links, 'link')} to folders not followed"
+    if found.sizes_unknown:
+        text += f"; {counted(found.sizes_unknown, 'header')} could not be read"
+    say(err, text + (f", in {found.output}" if found.output else ""))

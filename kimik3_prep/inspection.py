@@ -12,8 +12,10 @@ import pyarrow.compute as pc
 from kimik3_prep.errors import InputError, Problem
 from kimik3_prep.shards import Shard, open_shard
 from kimik3_prep.store import INDEX_SCHEMA, Layout, read_index, read_plan, read_run
+from kimik3_prep.summary import histogram
 
 _FIRST = 10  # rows shown
+_LARGEST = 5
 _CHUNK = 4096  # patches read at a time for the value range
 _MOST_FAILURES = 50
 
@@ -97,6 +99,7 @@ def _totals(table: pa.Table) -> dict[str, Any]:
     return {
         "rows": table.num_rows,
         "num_tokens": pc.sum(table["num_tokens"]).as_py() or 0,
+        **_sizes(table),
         "by_status": _counts(table["status"]),
         "by_group": _counts(group),
         "by_mode": _counts(table["mode"]),
@@ -105,6 +108,27 @@ def _totals(table: pa.Table) -> dict[str, Any]:
         "failures": shown,
         "failures_not_shown": failed.num_rows - len(shown),
     }
+
+
+def _sizes(table: pa.Table) -> dict[str, Any]:
+    """Stored images by their tokens: how many in each bin, and the largest. One that many rows name counts once."""
+    ok = table.filter(pc.equal(table["status"], "ok"))
+    stored = ok.group_by(["shard", "row"]).aggregate([("num_tokens", "min"), ("item", "min"), ("item", "count")])
+    order = pc.sort_indices(stored, sort_keys=[("num_tokens_min", "descending"), ("item_min", "ascending")])
+    top = stored.take(order[:_LARGEST])
+    rows = {row["item"]: row for row in ok.filter(pc.is_in(ok["item"], top["item_min"].combine_chunks())).to_pylist()}
+    named = zip(top["item_min"].to_pylist(), top["item_count"].to_pylist(), strict=True)
+    return {
+        "images": stored.num_rows,
+        "histogram": [list(bin) for bin in histogram(stored["num_tokens_min"].to_numpy())],
+        "largest": [_large(rows[item], count) for item, count in named],
+    }
+
+
+def _large(row: dict[str, Any], named: int) -> dict[str, Any]:
+    """A stored image as the first row that names it tells; `rows`: how many do."""
+    about = {name: row[name] for name in ("item", "line", "id", "num_tokens", "width", "height", "shard")}
+    return {**about, "grid_thw": [row["grid_t"], row["grid_h"], row["grid_w"]], "rows": named}
 
 
 def _counts(column: Any) -> dict[str, int]:

@@ -98,7 +98,7 @@ def read_manifest(path: str, limit: int | None = None) -> Manifest:
         report.add(name, "the manifest has no items", 'one JSON object per line, for example {"image": "a.jpg"}')
     if report.total:
         raise InputError(report.problems, report.total)
-    return Manifest(items, _base(path), digest.hexdigest(), name)
+    return Manifest(items, base_of(path), digest.hexdigest(), name)
 
 
 def _batch(rows: list[Item]) -> pa.RecordBatch:
@@ -109,8 +109,11 @@ def _batch(rows: list[Item]) -> pa.RecordBatch:
     return pa.RecordBatch.from_arrays(arrays, schema=ITEM_SCHEMA)
 
 
-def _base(path: str) -> str:
-    """The manifest's folder; the working folder for standard input and for the pipe that a shell makes of `<(…)`."""
+def base_of(path: str) -> str:
+    """Where a manifest's relative paths start: in its folder.
+
+    In the working folder for standard input, and for the pipe that a shell makes of `<(…)`.
+    """
     folder = os.path.dirname(os.path.abspath(path))
     is_pipe = path in ("-", "/dev/stdin") or folder == "/dev/fd" or folder.startswith("/proc/")
     return os.getcwd() if is_pipe else folder
@@ -128,7 +131,7 @@ def _cannot_read(error: Exception, line: int) -> str:
 
 def _rows(path: str, name: str, digest: Any, report: Report) -> Iterator[tuple[int, dict[str, Any] | None]]:
     """`(line, row)` for every non-blank line; None for a row whose syntax is a problem already reported."""
-    with _opened(path) as file:
+    with opened(path) as file:
         start = file.peek(4)[:4]
         if start == b"PAR1":
             if not os.path.isfile(path):
@@ -136,12 +139,13 @@ def _rows(path: str, name: str, digest: Any, report: Report) -> Iterator[tuple[i
             yield from _parquet_rows(path, name, digest, report)
         elif start[:2] == b"\x1f\x8b":
             with gzip.open(file) as plain:
-                yield from _json_rows(cast("BinaryIO", plain), name, digest, report)
+                yield from json_rows(cast("BinaryIO", plain), name, digest, report)
         else:
-            yield from _json_rows(file, name, digest, report)
+            yield from json_rows(file, name, digest, report)
 
 
-def _opened(path: str) -> AbstractContextManager[BufferedReader]:
+def opened(path: str) -> AbstractContextManager[BufferedReader]:
+    """The bytes of a file, or of standard input for `-`. Raises OSError."""
     if path != "-":
         return open(path, "rb")
     if sys.stdin is None:  # so it is where a shell closed it: `<&-`
@@ -149,7 +153,8 @@ def _opened(path: str) -> AbstractContextManager[BufferedReader]:
     return nullcontext(cast("BufferedReader", sys.stdin.buffer))
 
 
-def _json_rows(file: BinaryIO, name: str, digest: Any, report: Report) -> Iterator[tuple[int, dict[str, Any] | None]]:
+def json_rows(file: BinaryIO, name: str, digest: Any, report: Report) -> Iterator[tuple[int, dict[str, Any] | None]]:
+    """`(line, row)` of JSON Lines; None for a row whose syntax is a problem already reported."""
     first = True
     for line, raw in enumerate(iter(partial(file.readline, _MOST_OF_A_ROW + 1), b""), 1):
         digest.update(raw)
@@ -186,7 +191,7 @@ def _json_rows(file: BinaryIO, name: str, digest: Any, report: Report) -> Iterat
 def _per_line(text: bytes) -> tuple[str, str]:
     """What is expected of a line, and how to get there from other JSON."""
     hints = {
-        b"[": "`jq -c '.[]' rows.json > manifest.jsonl` makes lines of a list",
+        b"[": "`kimik3-prep manifest rows.json -o manifest.jsonl` makes lines of a list",
         b"{": "`jq -c .` makes one line of it",
     }
     return "a JSON object on one line", hints.get(text[:1], "")
@@ -210,7 +215,7 @@ def _parquet_rows(path: str, name: str, digest: Any, report: Report) -> Iterator
                 raise OSError(f"a text in rows {line + 1} to {line + batch.num_rows} is not UTF-8") from None
             for row in rows:
                 line += 1
-                yield line, _from_parquet(row)
+                yield line, from_parquet(row)
 
 
 def _usable_columns(schema: pa.Schema, name: str, report: Report) -> list[str]:
@@ -245,7 +250,7 @@ def _json_type(kind: pa.DataType) -> bool:
     return any(test(kind) for test in tests)
 
 
-def _from_parquet(row: dict[str, Any]) -> dict[str, Any]:
+def from_parquet(row: dict[str, Any]) -> dict[str, Any]:
     """The row as JSON Lines would have it: what is null or NaN is not there, whole numbers are integers."""
     for key in _WHOLE:
         value = row.get(key)

@@ -31,7 +31,7 @@ Key = str | SupportsIndex
 KINDS = {"float32": np.float32, "bfloat16": np.uint16, "float16": np.float16, "uint8": np.uint8}
 
 _NUMBERS = ("row", "patch_start", "patch_count", "grid_h", "grid_w", "num_tokens")
-_ABOUT = ("fingerprint", "dtype", "image_mean", "image_std", "patch_size")
+_ABOUT = ("fingerprint", "dtype", "image_mean", "image_std", "patch_size", "merge_size")
 _OPEN_SHARDS = 64  # each map holds a file descriptor, of which a process has about a thousand
 
 Ints = npt.NDArray[np.int64]
@@ -40,9 +40,9 @@ Ints = npt.NDArray[np.int64]
 class StoredRun:
     """The index of a finished run in memory, its shards mapped as they are needed. Rows are manifest rows from 0.
 
-    table: the index. dtype, patch_size, mean, std: of all its shards. grid_h, grid_w, num_tokens: int64 by row, -1 for
-    failed items. ok: the rows that have features, rising. index_only: there are no shards, so that patches are computed
-    from the images, as levels (dtype uint8).
+    table: the index. dtype, patch_size, merge_size, mean, std: of all its shards. grid_h, grid_w, num_tokens: int64 by
+    row, -1 for failed items. ok: the rows that have features, rising. index_only: there are no shards, so that patches
+    are computed from the images, as levels (dtype uint8).
 
     images: the folder that image paths of an index-only run start from; None for the one it was made with.
 
@@ -55,6 +55,7 @@ class StoredRun:
         self.table = _read_finished(self.layout)
         about = _metadata(self.layout, self.table)
         self.dtype, self.patch_size = str(about["dtype"]), int(about["patch_size"])
+        self.merge_size = int(about["merge_size"])
         self.mean, self.std = tuple(about["image_mean"]), tuple(about["image_std"])
         self._fingerprint = about["fingerprint"]
         self.index_only = bool(about.get("index_only", False))

@@ -76,7 +76,7 @@ def summarize_plan(table: pa.Table, patch_size: int) -> PlanSummary:
         tokens=int(pc.sum(planned["num_tokens"]).as_py() or 0),
         bytes_by_dtype={dtype: levels * size for dtype, size in ITEM_BYTES.items()},
         shards={group: groups.count(group) for group in GROUPS if group in groups},
-        histogram=_histogram(tokens),
+        histogram=histogram(tokens),
     )
 
 
@@ -120,7 +120,8 @@ def _first_of_span(planned: pa.Table) -> pa.Table:
     return planned.filter(pa.array(fresh))
 
 
-def _histogram(tokens: Any) -> tuple[tuple[int, int], ...]:
+def histogram(tokens: Any) -> tuple[tuple[int, int], ...]:
+    """How many of the token counts fall into each bin: `(most tokens of the bin, images)`; bins double."""
     if not len(tokens):
         return ()
     top = max(4, (int(tokens.max()) - 1).bit_length())

@@ -75,13 +75,28 @@ def print_json(value: Any) -> None:
     if sys.stdout is None:  # it was closed
         return
     text = json.dumps(value, indent=2, ensure_ascii=not out.encoding.startswith("utf"), default=str)
-    # What may stand in JSON may still be harmful to a terminal. Outside of strings there is none of it but newlines.
-    text = _HARMFUL.sub(lambda found: "\n" if found[0] == "\n" else f"\\u{ord(found[0]):04x}", text)
     try:
-        sys.stdout.write(text + "\n")
+        sys.stdout.write(_harmless_json(text) + "\n")
         sys.stdout.flush()
     except OSError as error:
         out.give_up(error)
+
+
+def print_lines(lines: Iterable[bytes]) -> None:
+    """JSON Lines on stdout, in UTF-8 whatever the terminal has: they are read by programs."""
+    if sys.stdout is None:
+        return
+    try:
+        for line in lines:
+            sys.stdout.buffer.write(_harmless_json(line.decode()).encode())
+        sys.stdout.flush()
+    except OSError as error:
+        out.give_up(error)
+
+
+def _harmless_json(text: str) -> str:
+    """What may stand in JSON may harm a terminal. Outside of strings there is none of it but newlines."""
+    return _HARMFUL.sub(lambda found: "\n" if found[0] == "\n" else f"\\u{ord(found[0]):04x}", text)
 
 
 def harmless(text: str, most: int | None = None) -> str:

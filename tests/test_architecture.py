@@ -22,13 +22,13 @@ CONTRIBUTING = ROOT / ".github" / "CONTRIBUTING.md"
 FLOORS = (
     ("__init__", "errors", "strict_json"),
     ("threads", "memory", "grid", "levels", "disk", "config_rules", "config"),
-    ("fields", "manifest"),
+    ("fields", "manifest", "records"),
     ("spans", "plan"),
     ("sources", "images", "shards", "store", "folder", "summary"),
     ("resample", "pixels_cpu", "pixels_device", "local", "compute", "devices", "reading", "features", "training"),
     ("work",),
     ("engines",),
-    ("check", "planning", "prepare", "verify", "recompute", "inspection", "pictures"),
+    ("check", "planning", "prepare", "verify", "recompute", "inspection", "pictures", "sheets", "gathering"),
     ("terminal", "findings", "cli"),
 )
 ORDER = [module for floor in FLOORS for module in floor]
@@ -215,6 +215,8 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
         ["inspect", "OUT"],
         ["inspect", "OUT/index.parquet"],
         ["verify", "OUT"],
+        ["manifest", "MANIFEST", "--size"],
+        ["inspect", "OUT/shards/cpu-00000.safetensors", "--render", "OUT-pictures"],
         ["inspect", "OUT", "--render", "OUT-pictures"],
         ["inspect", "OUT/shards/cpu-00000.safetensors", "--format", "json"],
         ["encode", "MANIFEST", "--config", "kimi-k3", "--backend", "cpu", "--dry-run"],

@@ -197,7 +197,7 @@ def test_a_safetensors_file_of_somebody_elses(
 
 def test_an_index(output: Path) -> None:
     found = look(output / "index.parquet")
-    first, columns = found.pop("first"), found.pop("columns")
+    first, columns, largest = found.pop("first"), found.pop("columns"), found.pop("largest")
     assert list(columns.items())[:3] == [("item", "int64"), ("line", "int64"), ("id", "string")]
     assert [row["id"] for row in first] == ["n0", "n1", "cut", "n2", "n3", "n4", "gone", "again"]
     assert (first[7]["extra"], first[6]["width"]) == ('{"q":1}', None)
@@ -207,11 +207,20 @@ def test_an_index(output: Path) -> None:
         (7, "gone", "not_found"),
     ]
     assert all(row["error_message"] for row in failures)
+    assert [(row["id"], row["num_tokens"], row["rows"]) for row in largest] == [
+        *(("n4", 12, 1), ("n3", 10, 1), ("n2", 8, 1), ("n1", 6, 1), ("n0", 4, 2)),
+    ]
+    assert largest[4] == {
+        **{"item": 0, "line": 1, "id": "n0", "num_tokens": 4, "width": 40, "height": 56, "shard": "cpu-00000"},
+        **{"grid_thw": [1, 4, 4], "rows": 2},
+    }
     assert found == {
         "kind": "index",
         "path": str(output / "index.parquet"),
         "rows": 8,
         "num_tokens": 4 + 6 + 8 + 10 + 12 + 4,
+        "images": 5,
+        "histogram": [[16, 5]],
         "by_status": {"ok": 6, "failed": 2},
         "by_group": {"cpu": 8},
         "by_mode": {"RGB": 3, "L": 2, "1": 1, "P": 1, "unknown": 1},
@@ -219,6 +228,20 @@ def test_an_index(output: Path) -> None:
         "by_error_code": {"not_found": 1, "truncated": 1},
         "failures_not_shown": 0,
     }
+
+
+def test_the_largest_are_five_stored_images_in_the_order_of_the_manifest(output: Path, tmp_path: Path) -> None:
+    """One image that every row names would else fill the list; equal ones come as the manifest has them."""
+    table = pq.read_table(output / "index.parquet")
+    ok = table.filter(pa.array([status == "ok" for status in table["status"].to_pylist()]))
+    many = pa.concat_tables([ok] * 4)
+    columns = {"shard": ["cpu-00000"] * 24, "row": [*range(18), *[18] * 6], "item": [*range(23, -1, -1)]}
+    for name, values in (columns | {"num_tokens": [70] * 24}).items():
+        many = many.set_column(many.column_names.index(name), name, pa.array(values))
+    pq.write_table(many, tmp_path / "index.parquet")
+    found = look(tmp_path / "index.parquet")
+    assert [(row["item"], row["rows"]) for row in found["largest"]] == [(0, 6), (6, 1), (7, 1), (8, 1), (9, 1)]
+    assert found["histogram"] == [[16, 0], [32, 0], [64, 0], [128, 19]]
 
 
 def test_a_shards_own_index(output: Path) -> None:

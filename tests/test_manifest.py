@@ -161,7 +161,7 @@ def test_a_row_that_is_no_object(tmp_path: Path, row: bytes, name: str) -> None:
     problems = problems_of(path)
     assert places(path, problems) == ["2", "3"]
     assert f"a row that is {name}" in problems[0].what
-    assert ("jq" in problems[0].hint) == (row[:1] == b"[")
+    assert ("kimik3-prep manifest" in problems[0].hint) == (row[:1] == b"[")
 
 
 @pytest.mark.parametrize("indent", [None, 0, 2])
@@ -171,7 +171,8 @@ def test_a_json_file_is_one_problem_with_the_way_out(tmp_path: Path, document: A
     problem = problem_of(path)
     assert places(path, [problem]) == ["2"]
     if isinstance(document, list) or indent is not None:
-        assert ("jq" in problem.hint, problem.expected) == (True, "a JSON object on one line")
+        way = "kimik3-prep manifest" if isinstance(document, list) else "jq"
+        assert (way in problem.hint, problem.expected) == (True, "a JSON object on one line")
 
 
 def test_a_json_list_with_a_row_a_line_is_one_problem(tmp_path: Path) -> None:

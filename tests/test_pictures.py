@@ -77,6 +77,27 @@ def test_pictures_are_the_levels_the_model_is_given(made: Path, tmp_path: Path, 
     assert pictures[4].padding == (0, 0)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_marked_picture_is_the_levels_between_the_marks(made: Path, tmp_path: Path, dtype: str) -> None:
+    """Lines at every 14th pixel, stronger ones at every 28th, stripes over the padding; all else is as it is."""
+    (found,) = render(made / dtype, tmp_path, ["rgb"], grid=True)
+    assert (Path(found.path).name, found.marked, found.padding) == ("000000-rgb-grid.png", True, (6, 23))
+    assert str(found) == f"{found.path}: 56 x 84, zero padding hatched: 6 right, 23 below"
+    levels = whole(reference.levels(Image.open(made / "0.png"), reference.PUBLISHED), 6, 4)
+    shown = pixels(found.path)
+    y, x = np.mgrid[:84, :56]
+    line = ((y % 14 == 0) & (y > 0)) | ((x % 14 == 0) & (x > 0))
+    padded = (x >= 50) | (y >= 61)
+    assert np.array_equal(shown[~line & ~padded], levels[~line & ~padded])
+    stripe = padded & ((x + y) % 6 < 2)
+    assert (shown[stripe & ~line] == (255, 170, 0)).all()
+    assert np.array_equal(shown[padded & ~stripe & ~line], levels[padded & ~stripe & ~line])
+    for place, strength in ((14, 0.3), (28, 0.3 + 0.7 * 0.75)):
+        mixed = levels[place, 1:14] * (1 - strength) + np.array([255, 0, 110]) * strength
+        assert np.abs(shown[place, 1:14] - mixed).max() <= 1
+        assert (shown[1:14, place] != levels[1:14, place]).any()
+
+
 def test_what_a_picture_says(made: Path, tmp_path: Path) -> None:
     told = [str(found) for found in render(made / "uint8", tmp_path)]
     assert told[0] == f"{tmp_path / '000000-rgb.png'}: 50 x 61, zero padding cut off: 6 right, 23 below"
@@ -128,11 +149,12 @@ def test_the_command(made: Path, tmp_path: Path, run: Run) -> None:
     assert found["kind"] == "output"
     assert found["pictures"][1] == {
         **{"id": "rgb", "path": "png/000000-rgb.png", "width": 50, "height": 61},
-        **{"padding": [6, 23], "strays": 0},
+        **{"padding": [6, 23], "strays": 0, "marked": False},
     }
     assert np.array_equal(pixels(tmp_path / "png" / "000005-local.png"), whole(np.load(made / "local.npy"), 2, 4))
     for arguments, what in [
         ([made / "uint8", "--id", "rgb"], "--id"),
+        ([made / "uint8", "--grid"], "--grid"),
         ([made / "uint8", "--render", "png", "--id", "gone"], "line 3, gone has no features"),
         ([made / "uint8" / "index.parquet", "--render", "png"], "is a file"),
     ]:

@@ -158,12 +158,18 @@ def index_row(**more: Any) -> dict[str, Any]:
     return row | {"item": 0, "id": "a", "status": "failed", "height": None} | more
 
 
+def large_row(**more: Any) -> dict[str, Any]:
+    row = {"item": 0, "line": 1, "id": "a", "num_tokens": 2, "width": 50, "height": 20, "shard": "cpu-00000"}
+    return row | {"grid_thw": [1, 2, 4], "rows": 1} | more
+
+
 def description(kind: str, text: str) -> dict[str, Any]:
     """What `inspect` could say, with `text` wherever a text of others can stand."""
     failure = {"line": 3, "id": text, "error_code": "corrupt", "error_message": text}
     totals = {
         **{"rows": 1, "num_tokens": 1, "by_status": {"failed": 1}, "by_group": {}, "by_mode": {text: 1}},
         **{"by_format": {}, "by_error_code": {}, "failures": [failure], "failures_not_shown": 1},
+        **{"images": 2, "histogram": [[16, 1]], "largest": [large_row(id=text)]},
     }
     kinds: dict[str, dict[str, Any]] = {
         "shard": {
@@ -490,6 +496,11 @@ def test_an_inspected_index(capsys: Capture) -> None:
             **{"num_tokens": 1, "by_status": {"ok": 11, "failed": 1}, "by_group": {"cpu": 12}, "by_format": {}},
             **{"by_mode": {"RGB": 8, "P": 2, "1": 1}, "by_error_code": {"truncated": 1}, "failures_not_shown": 0},
             "failures": [{"line": 1300, "id": "cut", "error_code": "truncated", "error_message": "ends early"}],
+            **{"images": 11, "histogram": [[16, 10], [32, 1]]},
+            "largest": [
+                large_row(num_tokens=1792, width=7600, height=180, grid_thw=[1, 14, 512], rows=3),
+                large_row(id="made elsewhere", line=1200, width=None, height=None),
+            ],
             "first": [
                 index_row(
                     id="a", status="ok", shard="cpu-00000", row=0, patch_count=4, num_tokens=1, width=28, height=9
@@ -506,11 +517,23 @@ def test_an_inspected_index(capsys: Capture) -> None:
         "group       cpu: 12",
         "mode        RGB: 8, P: 2, 1: 1",
         "error code  truncated: 1",
+        "tokens per image",
+        f"       1 to     16  {'█' * 40} 10",
+        "      17 to     32  ████ 1",
+        "largest images",
+        "tokens  size         patches   line   id",
+        "1,792   7,600 x 180  512 x 14  1      a and 2 more",
+        "2       -            4 x 2     1,200  made elsewhere",
         "failed: line 1,300, cut: truncated: ends early",
         "first rows",
         "item  id  status  shard      row  patches  tokens  size    mode",
         "0     a   ok      cpu-00000  0    4        1       28 x 9  1",
     ]
+
+
+def test_the_largest_images_are_not_said_where_they_are_all(capsys: Capture) -> None:
+    findings.print_inspection(description("output", "x") | {"images": 1})
+    assert "largest images" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

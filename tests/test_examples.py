@@ -1,0 +1,89 @@
+"""scripts/examples: each runs as its first lines say, on a small sample."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from conftest import BINARY, Run, picture, write_manifest
+
+from kimik3_prep import FeatureStore
+
+EXAMPLES = Path(__file__).parent.parent / "scripts" / "examples"
+
+
+def example(name: str, *arguments: object) -> subprocess.CompletedProcess[str]:
+    env = {**os.environ, "PATH": f"{BINARY.parent}{os.pathsep}{os.environ['PATH']}"}
+    command = [sys.executable, str(EXAMPLES / name), *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, env=env, check=False)
+
+
+@pytest.fixture
+def pictures(tmp_path: Path) -> Path:
+    folder = tmp_path / "pictures"
+    folder.mkdir()
+    for number in range(4):
+        picture(400 + 50 * number, 300, seed=number).save(folder / f"{number}.jpg")
+    (folder / "broken.jpg").write_bytes((folder / "0.jpg").read_bytes()[:-500])
+    return folder
+
+
+@pytest.fixture
+def manifest(pictures: Path, tmp_path: Path) -> Path:
+    rows = [{"id": path.stem, "image": str(path)} for path in sorted(pictures.iterdir())]
+    return write_manifest(tmp_path / "m.jsonl", rows)
+
+
+def test_every_example_is_tested() -> None:
+    tested = Path(__file__).read_text()
+    for path in EXAMPLES.glob("*"):
+        assert f'example("{path.name}"' in tested, path.name
+
+
+def test_folder_to_batches(pictures: Path, tmp_path: Path) -> None:
+    for _ in range(2):  # the second time there is nothing left to encode
+        done = example("folder_to_batches.py", pictures, tmp_path / "features")
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.splitlines()[-1].startswith("4 images, ")
+
+
+def test_sglang_request(manifest: Path, run: Run, tmp_path: Path) -> None:
+    assert run("encode", manifest, "--config", "kimi-k3", "-o", "out").returncode == 1
+    done = example("sglang_request.py", tmp_path / "out", "1", "0")
+    tokens = sum(FeatureStore(tmp_path / "out")[name].num_tokens for name in ("1", "0"))
+    assert done.returncode == 0, done.stderr
+    assert f"{tokens:,} image tokens" in done.stdout
+    assert "format: processor_output\nmodality: IMAGE\n" in done.stdout
+    assert f"image_grid_thw: (torch.int64, {(2, 3)})" in done.stdout
+
+
+def test_pack_by_tokens(manifest: Path, run: Run, tmp_path: Path) -> None:
+    assert run("encode", manifest, "--config", "kimi-k3", "--index-only", "-o", "index").returncode == 0
+    rows = manifest.read_text().splitlines()[:-1]  # the broken one is known for broken once it is decoded
+    manifest.write_text("\n".join(rows))
+    assert run("encode", manifest, "--config", "kimi-k3", "--index-only", "-o", "index", "--overwrite").returncode == 0
+    done = example("pack_by_tokens.py", tmp_path / "index")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("4 images in 1 batches of ")
+    assert "ids 0, 1, 2, 3" in done.stdout
+    assert json.loads((tmp_path / "index" / "run.json").read_text())["base"] == str(tmp_path)
+
+
+def test_same_pixels(manifest: Path, run: Run, tmp_path: Path) -> None:
+    assert run("encode", manifest, "--config", "kimi-k3", "-o", "out").returncode == 1
+    values = FeatureStore(tmp_path / "out")["2"].pixel_values.numpy()
+    np.save(tmp_path / "same.npy", values)
+    assert example("same_pixels.py", tmp_path / "out", "2", tmp_path / "same.npy").stdout.startswith("0 of ")
+    values[5, 1, 2, 3] += 0.1
+    np.save(tmp_path / "other.npy", values)
+    told = example("same_pixels.py", tmp_path / "out", "2", tmp_path / "other.npy").stdout
+    assert told.startswith("1 of ")
+    assert "by up to 12.8 levels" in told
+    assert "most in patch 5: row 0, column 5" in told
+    np.save(tmp_path / "short.npy", values[:-1])
+    assert example("same_pixels.py", tmp_path / "out", "2", tmp_path / "short.npy").returncode == 1
