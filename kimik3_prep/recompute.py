@@ -15,7 +15,7 @@ from kimik3_prep.config import PreprocessorConfig
 from kimik3_prep.errors import InputError, ItemError, Problem
 from kimik3_prep.fields import show
 from kimik3_prep.images import Decoded, decode
-from kimik3_prep.manifest import resolve
+from kimik3_prep.manifest import base_of, resolve
 from kimik3_prep.plan import PlannedItem, shard_plan, split_shards
 from kimik3_prep.shards import open_shard
 from kimik3_prep.sources import read_file
@@ -46,7 +46,7 @@ def processor_folder(folder: Path | None, trusted: bool) -> Path | None:
 
 
 def against_source(
-    root: Path, manifest: Path | None, sample: int | None, backend: bool, processor: Path | None
+    root: Path, manifest: str | None, sample: int | None, backend: bool, processor: Path | None
 ) -> dict[str, Any]:
     """Compute stored images again, all or an evenly spread `sample`; `differences` are findings as `verify` gives them.
 
@@ -56,7 +56,7 @@ def against_source(
     record = read_run(layout) or {"facts": {}}
     facts = record["facts"]
     config = PreprocessorConfig.from_dict(facts["config"])
-    base = str(manifest.resolve().parent if manifest else Path.cwd())
+    base = base_of(manifest) if manifest else str(Path.cwd())
     if manifest is None:
         _check_base(layout, base)
     computers: list[Compute] = [_by_backend(config, facts)] if backend else []
