@@ -10,12 +10,13 @@ from typing import Literal, Protocol
 
 import pyarrow.compute as pc
 
-from kimik3_prep.config import PreprocessorConfig, find_config, load_config
+from kimik3_prep.config import Place, PreprocessorConfig, find_config, load_config
 from kimik3_prep.devices import auto_backend, find_devices
 from kimik3_prep.errors import InputError, Problem
 from kimik3_prep.fields import show
 from kimik3_prep.images import DEFAULT_MAX_PIXELS
-from kimik3_prep.manifest import ITEM_SCHEMA, Manifest, read_manifest, resolve, scheme
+from kimik3_prep.manifest import ITEM_SCHEMA, Manifest, read_manifest, resolve
+from kimik3_prep.remote import parent, protocol_problem, scheme
 from kimik3_prep.threads import DEFAULT_ITEM_TIMEOUT
 
 
@@ -76,7 +77,8 @@ class Checked:
 
 def default_output(manifest: str) -> Path:
     """`<manifest stem>-features` in the working directory."""
-    name = "manifest" if manifest == "-" else Path(manifest).name.removesuffix(".gz")
+    name = manifest.partition("?")[0] if scheme(manifest) else manifest
+    name = "manifest" if manifest == "-" else Path(name).name.removesuffix(".gz")
     return Path(f"{Path(name).stem}-features")
 
 
@@ -87,14 +89,14 @@ def default_workers() -> int:
 
 def check(settings: Settings, reporter: Reporter) -> Checked:
     """Read config and manifest. Raises InputError with the problems of both; warnings go to the reporter."""
+    _check_protocols(settings)
     problems: list[Problem] = []
     total = 0
     config = manifest = None
     backend = auto_backend() if settings.backend == "auto" else settings.backend
     devices: tuple[str, ...] = ()
     try:
-        beside = None if settings.manifest == "-" else Path(settings.manifest).resolve().parent
-        config, warnings = load_config(find_config(settings.config, beside))
+        config, warnings = load_config(find_config(settings.config, _beside(settings.manifest)))
         for warning in warnings:
             reporter.warn(warning)
         if settings.max_tokens is not None and config.fixed_output_tokens is not None:
@@ -154,7 +156,8 @@ def _outside(manifest: Manifest, image_root: Path) -> Iterator[Problem]:
             if image.startswith("data:"):
                 continue
             try:
-                if not scheme(image) and os.path.realpath(resolve(image, manifest.base)).startswith(inside):
+                source = resolve(image, manifest.base)
+                if not scheme(source) and os.path.realpath(source).startswith(inside):
                     continue
             except ValueError:  # a NUL byte: nothing can be opened by that name, so nothing outside either
                 continue
@@ -170,16 +173,20 @@ def _unknown_protocols(manifest: Manifest) -> Iterator[Problem]:
             protocol = scheme(image)
             if protocol is not None and protocol not in seen:
                 seen.add(protocol)
-                yield from _protocol_problem(protocol, f"{manifest.name}:{line}")
+                if problem := protocol_problem(protocol, f"{manifest.name}:{line}"):
+                    yield problem
 
 
-def _protocol_problem(protocol: str, where: str) -> Iterator[Problem]:
-    import fsspec
+def _check_protocols(settings: Settings) -> None:
+    """Raises InputError for a manifest or config at a URL that nothing here can read."""
+    given = (settings.manifest, settings.config)
+    found = [protocol_problem(protocol, url) for url in given if url and (protocol := scheme(url))]
+    if problems := [problem for problem in found if problem]:
+        raise InputError(problems)
 
-    try:
-        fsspec.get_filesystem_class(protocol)
-    except ValueError:
-        yield Problem(where, f"{protocol}:// is no protocol fsspec knows", "a path, a data: URL, s3://, https://, …")
-    except ImportError as error:
-        extra = "pip install 'kimik3-prep[s3]'" if protocol in ("s3", "s3a") else str(error)
-        yield Problem(where, f"{protocol}:// needs a package that is not installed", hint=extra)
+
+def _beside(manifest: str) -> Place | None:
+    """The folder of the manifest, where its config may lie."""
+    if manifest == "-":
+        return None
+    return parent(manifest) if scheme(manifest) else Path(manifest).resolve().parent

@@ -311,7 +311,7 @@ def verify(
         bool, typer.Option("--trust-remote-code", help="Allow --processor to run the code in its folder.")
     ] = False,
     manifest: Annotated[
-        Path | None,
+        str | None,
         typer.Option(help="The manifest that was encoded: relative image paths start beside it."),
     ] = None,
     sample: Annotated[

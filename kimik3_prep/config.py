@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Literal, cast
 
 from kimik3_prep import config_rules as rules
-from kimik3_prep import strict_json
+from kimik3_prep import remote, strict_json
 from kimik3_prep.errors import InputError, Problem
 from kimik3_prep.grid import GridRule
 
@@ -24,6 +24,9 @@ from kimik3_prep.grid import GridRule
 PUBLISHED = "kimi-k3"
 
 FILE_NAME = "preprocessor_config.json"
+
+#: Where a config is; a string only for a URL, which no Path can hold.
+Place = Path | str
 
 _MOST_BYTES = 1 << 20  # a real one has about one thousand
 _NEEDED = "Kimi-K3 encoder preprocessing needs an image processor"
@@ -97,7 +100,7 @@ class Setting:
 class Diagnosis:
     """All there is to say about a config file. `config` is None when a problem is an error."""
 
-    path: Path
+    path: Place
     config: PreprocessorConfig | None
     problems: tuple[Problem, ...]
     settings: tuple[Setting, ...]
@@ -141,8 +144,8 @@ def published_values() -> Mapping[str, Any]:
     return cast("Mapping[str, Any]", json.loads(published_path().read_text(encoding="utf-8"))["media_proc_cfg"])
 
 
-def find_config(argument: str | None, beside: Path | None = None) -> Path:
-    """The file that `--config` names: a file, a checkpoint folder, or `kimi-k3` for the published one.
+def find_config(argument: str | None, beside: Place | None = None) -> Place:
+    """The file that `--config` names: a file, a checkpoint folder, a URL of either, or `kimi-k3` for the published one.
 
     Without an argument: `preprocessor_config.json` in the folder `beside`, then in the working directory.
     Raises InputError that lists the places looked at.
@@ -151,12 +154,13 @@ def find_config(argument: str | None, beside: Path | None = None) -> Path:
         return published_path()
     if argument == "":
         raise InputError([Problem("--config", "it is empty", "a path", "is a shell variable unset?")])
-    if argument is not None:
-        given = Path(argument)
-        places = [given / FILE_NAME if os.path.isdir(given) else given]
+    places: list[Place]
+    if argument is not None and remote.scheme(argument):
+        places = [argument if argument.partition("?")[0].endswith(".json") else _in(argument.rstrip("/"))]
+    elif argument is not None:
+        places = [_in(Path(argument)) if os.path.isdir(argument) else Path(argument)]
     else:
-        folders = [folder for folder in (beside, Path()) if folder is not None]
-        places = list(dict.fromkeys(folder / FILE_NAME for folder in folders))
+        places = list(dict.fromkeys(_in(folder) for folder in (beside, Path()) if folder is not None))
     for place in places:
         if _is_there(place):
             return place
@@ -165,17 +169,23 @@ def find_config(argument: str | None, beside: Path | None = None) -> Path:
     raise InputError([Problem(argument or FILE_NAME, f"{_NEEDED}, and there is none; looked at {looked}", hint=hint)])
 
 
-def _is_there(path: Path) -> bool:
+def _in(folder: Place) -> Place:
+    return folder / FILE_NAME if isinstance(folder, Path) else f"{folder}/{FILE_NAME}"
+
+
+def _is_there(place: Place) -> bool:
     """Whether there is anything by that name, a dangling link too: passing over it would pick another config silently.
 
     Raises InputError where one may not even look.
     """
     try:
-        path.lstat()
+        if isinstance(place, str):
+            return remote.exists(place)
+        place.lstat()
     except (FileNotFoundError, NotADirectoryError):
         return False
     except (OSError, ValueError) as error:
-        raise InputError([Problem(str(path), f"cannot be looked at: {_reason(error)}", f"a {FILE_NAME}")]) from error
+        raise InputError([Problem(str(place), f"cannot be looked at: {_reason(error)}", f"a {FILE_NAME}")]) from error
     return True
 
 
@@ -186,7 +196,7 @@ def _reason(error: OSError | ValueError) -> str:
 # --- reading ------------------------------------------------------------------------------------------------------
 
 
-def load_config(path: Path) -> tuple[PreprocessorConfig, list[Problem]]:
+def load_config(path: Place) -> tuple[PreprocessorConfig, list[Problem]]:
     """The config and its warnings. Raises InputError with every error in the file."""
     diagnosis = diagnose(path)
     if diagnosis.config is None:
@@ -194,7 +204,7 @@ def load_config(path: Path) -> tuple[PreprocessorConfig, list[Problem]]:
     return diagnosis.config, list(diagnosis.warnings)
 
 
-def diagnose(path: Path) -> Diagnosis:
+def diagnose(path: Place) -> Diagnosis:
     """Read a config and say everything about it. Never raises for what is in the file."""
     try:
         content = _read(path)
@@ -229,13 +239,19 @@ def _settings(cfg: Mapping[str, Any], values: Mapping[str, Any]) -> Iterator[Set
             yield Setting(key, read[key], published[key], "file" if key in cfg else absent)
 
 
-def _read(path: Path) -> bytes:
-    """The bytes of a regular file of sensible size. Raises InputError."""
+def _read(path: Place) -> bytes:
+    """The bytes of a regular file, or an object, of sensible size. Raises InputError."""
 
     def refuse(what: str) -> InputError:
         return InputError([Problem(str(path), what, f"a {FILE_NAME}")])
 
     try:
+        if isinstance(path, str):
+            with remote.RemoteFile(path) as part:
+                content = part.read(_MOST_BYTES + 1)
+            if len(content) > _MOST_BYTES:
+                raise refuse(f"more than {_MOST_BYTES:,} bytes long")
+            return content
         # O_NONBLOCK: a named pipe must not hang us.
         with open(path, "rb", opener=lambda name, flags: os.open(name, flags | getattr(os, "O_NONBLOCK", 0))) as file:
             status = os.fstat(file.fileno())

@@ -25,8 +25,9 @@ from kimik3_prep.disk import disk_errors, write_whole
 from kimik3_prep.errors import InputError, ItemError, Problem
 from kimik3_prep.fields import ID_KEYS, IMAGE_KEYS, Report, read_item, show
 from kimik3_prep.images import FORMATS, probe
-from kimik3_prep.manifest import base_of, resolve, scheme
+from kimik3_prep.manifest import base_of, resolve
 from kimik3_prep.records import read_records
+from kimik3_prep.remote import scheme
 
 #: Fields of a row that may hold its images, in the order they are looked for.
 FIELDS = ("images", *IMAGE_KEYS)

@@ -79,8 +79,8 @@ _core.set_use_block_allocator(1)  # one block per image: pixels can be viewed wi
 class Probe:
     """What the header says, before any pixel is decoded.
 
-    width, height: pixels, swapped where the orientation is applied. stamp: None for URLs. content_hash: "sha256:<hex>"
-    of the bytes, where it was asked for.
+    width, height: pixels, swapped where the orientation is applied. stamp: None for `data:` URLs.
+    content_hash: "sha256:<hex>" of the bytes, where it was asked for.
     """
 
     width: int
@@ -110,7 +110,7 @@ def probe(source: str, max_pixels: int = DEFAULT_MAX_PIXELS, turn: bool = False,
 
     turn: the size is that of the image turned by its EXIF orientation. hash: read the whole file for its hash.
     """
-    with foreign_errors(), opened(source) as (file, stamp):
+    with foreign_errors(), opened(source, whole=hash) as (file, stamp):
         content_hash = None
         if hash:
             file, content_hash = hashed(file, stamp)
@@ -129,7 +129,7 @@ def decode(
     planned: the stamp the probe saw; a file that has changed since is refused before it is decoded.
     turn: turn the image by its EXIF orientation, as Pillow's `exif_transpose` does. TIFF is turned by Pillow always.
     """
-    with foreign_errors(), opened(source) as (file, stamp):
+    with foreign_errors(), opened(source, whole=True) as (file, stamp):
         if planned is not None and stamp is not None and stamp != planned:
             raise ItemError("source_changed", f"the file changed after it was planned ({planned} then, {stamp} now)")
         encoded, content_hash = hashed(file, stamp)

@@ -27,6 +27,7 @@ import pyarrow as pa
 from kimik3_prep import strict_json
 from kimik3_prep.errors import InputError, Problem
 from kimik3_prep.fields import ID_KEYS, IMAGE_KEYS, JSON_VALUES, MAX_PROBLEMS, Item, Report, kind, read_item, show
+from kimik3_prep.remote import RemoteFile, beneath, parent, scheme
 
 ITEM_SCHEMA = pa.schema(
     [
@@ -44,8 +45,8 @@ ITEM_SCHEMA = pa.schema(
     ]
 )
 
-_SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 _BATCH = 16_384
+_PIECE = 4 << 20  # bytes of a manifest at a URL that are asked for at a time
 
 _MOST_OF_A_ROW = 256 << 20  # bytes; a row is several times in memory while it is read
 _SHORTER = "a path or a URL of the image", "write what a data: URL of this size holds into a file"
@@ -60,7 +61,7 @@ _SPREAD = re.compile(rb"[\[{]|\[.*[\[{,]", re.DOTALL)
 class Manifest:
     """A manifest without problems.
 
-    items: Arrow table of `ITEM_SCHEMA`. base: folder that relative image paths start from.
+    items: Arrow table of `ITEM_SCHEMA`. base: folder, or URL of one, that relative image paths start from.
     digest: sha256 of the lines read (decompressed) or of the Parquet file, so that a resume notices another manifest.
     """
 
@@ -71,7 +72,8 @@ class Manifest:
 
 
 def read_manifest(path: str, limit: int | None = None) -> Manifest:
-    """Read a JSON Lines (optionally gzip) or Parquet manifest; `-` is standard input, `limit` the first rows only.
+    """Read a JSON Lines (optionally gzip) or Parquet manifest at a path or URL; `-` is standard input, `limit` the
+    first rows only.
 
     Raises InputError with every problem of the file: syntax, fields, duplicate ids, items that are no images.
     """
@@ -110,10 +112,12 @@ def _batch(rows: list[Item]) -> pa.RecordBatch:
 
 
 def base_of(path: str) -> str:
-    """Where a manifest's relative paths start: in its folder.
+    """Where a manifest's relative paths start: in its folder, also where that is at a URL.
 
     In the working folder for standard input, and for the pipe that a shell makes of `<(…)`.
     """
+    if scheme(path):
+        return parent(path)
     folder = os.path.dirname(os.path.abspath(path))
     is_pipe = path in ("-", "/dev/stdin") or folder == "/dev/fd" or folder.startswith("/proc/")
     return os.getcwd() if is_pipe else folder
@@ -134,7 +138,7 @@ def _rows(path: str, name: str, digest: Any, report: Report) -> Iterator[tuple[i
     with opened(path) as file:
         start = file.peek(4)[:4]
         if start == b"PAR1":
-            if not os.path.isfile(path):
+            if not scheme(path) and not os.path.isfile(path):
                 raise OSError("it is Parquet, whose rows are found from its end: name the file, a pipe has no end")
             yield from _parquet_rows(path, name, digest, report)
         elif start[:2] == b"\x1f\x8b":
@@ -145,7 +149,9 @@ def _rows(path: str, name: str, digest: Any, report: Report) -> Iterator[tuple[i
 
 
 def opened(path: str) -> AbstractContextManager[BufferedReader]:
-    """The bytes of a file, or of standard input for `-`. Raises OSError."""
+    """The bytes of a file, of an object at a URL, or of standard input for `-`. Raises OSError."""
+    if scheme(path):
+        return BufferedReader(RemoteFile(path), _PIECE)
     if path != "-":
         return open(path, "rb")
     if sys.stdin is None:  # so it is where a shell closed it: `<&-`
@@ -200,11 +206,11 @@ def _per_line(text: bytes) -> tuple[str, str]:
 def _parquet_rows(path: str, name: str, digest: Any, report: Report) -> Iterator[tuple[int, dict[str, Any] | None]]:
     from pyarrow import parquet
 
-    with open(path, "rb") as file:
+    with opened(path) as file:
         while chunk := file.read(1 << 20):
             digest.update(chunk)
     line = 0
-    with parquet.ParquetFile(path) as table:
+    with opened(path) as file, parquet.ParquetFile(file) as table:
         columns = _usable_columns(table.schema_arrow, name, report)
         if not columns:
             return
@@ -265,23 +271,17 @@ def from_parquet(row: dict[str, Any]) -> dict[str, Any]:
 def resolve(image: str, base: str) -> str:
     """The manifest's image string as something that can be opened: `data:` and scheme URLs stay, paths become absolute.
 
-    `base` is the folder that relative paths start from.
+    `base` is the folder, or the URL of one, that relative paths start from.
     """
     if image.startswith("data:"):
         return image
     if image[:7].lower() == "file://":  # all behind the host is the path: file names hold "?" and "#"
         return os.path.normpath(f"/{unquote(image[7:].partition('/')[2])}")
-    if _SCHEME.match(image):
+    if scheme(image):
         return image
+    if scheme(base) and not os.path.isabs(image):
+        return beneath(base, image)
     return os.path.normpath(os.path.join(base, image))
-
-
-def scheme(image: str) -> str | None:
-    """The fsspec protocol of a URL that needs a network or an archive, None for local paths and `data:` URLs."""
-    if image.startswith("data:") or not (match := _SCHEME.match(image)):
-        return None
-    protocol = match.group()[:-3].lower()
-    return None if protocol == "file" else protocol
 
 
 # --- ids ----------------------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from kimik3_prep.compute import Recipe, features, planned_image
 from kimik3_prep.errors import InputError, ItemError, Problem
 from kimik3_prep.fields import show
 from kimik3_prep.local import cast_features
-from kimik3_prep.manifest import resolve
+from kimik3_prep.manifest import base_of, resolve
 from kimik3_prep.plan import PlannedItem, shard_plan, split_shards
 from kimik3_prep.shards import open_shard
 from kimik3_prep.sources import foreign_errors
@@ -44,7 +44,7 @@ def processor_folder(folder: Path | None, trusted: bool) -> Path | None:
 
 
 def against_source(
-    root: Path, manifest: Path | None, sample: int | None, backend: bool, processor: Path | None
+    root: Path, manifest: str | None, sample: int | None, backend: bool, processor: Path | None
 ) -> dict[str, Any]:
     """Compute stored images again, all or an evenly spread `sample`; `differences` are findings as `verify` gives them.
 
@@ -53,7 +53,7 @@ def against_source(
     layout = Layout(root)
     record = read_run(layout) or {"facts": {}}
     recipe = Recipe.of_run(record["facts"])
-    base = str(manifest.resolve().parent if manifest else Path.cwd())
+    base = base_of(manifest) if manifest else str(Path.cwd())
     if manifest is None:
         _check_base(layout, base)
     computers: list[Compute] = [_by_backend(recipe)] if backend else []

@@ -1,7 +1,7 @@
 """Where encoded bytes come from, and the one seam for what goes wrong with them.
 
-Only regular files are opened, `data:` URLs decoded, and other URLs read by fsspec. Whatever the file system, a
-protocol or a decoder raises becomes one `ItemError`.
+Only regular files are opened, `data:` URLs decoded, and other URLs read through `remote.py`. Whatever the file system,
+a protocol or a decoder raises becomes one `ItemError`.
 """
 
 from __future__ import annotations
@@ -18,20 +18,26 @@ import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import BinaryIO
+from typing import BinaryIO, cast
 from urllib.parse import unquote, unquote_to_bytes
 
 from PIL import Image, UnidentifiedImageError
 
+from kimik3_prep import remote
 from kimik3_prep.errors import ItemError, ItemErrorCode, RunError
-from kimik3_prep.manifest import scheme
 
 _READ_WHOLE = 256 << 20  # bytes; a larger file is hashed in pieces and decoded from disk
+
+_HEAD = 128 << 10  # bytes of an object that hold nearly every image's header
+_PIECES = 3  # of that size; an image whose header lies in more of them is read whole
 
 
 @dataclass(frozen=True, slots=True)
 class Stamp:
-    """What tells one version of a local file from another: `size` in bytes, `mtime_ns` since the epoch."""
+    """What tells one version of a source from another: `size` in bytes, `mtime_ns` since the epoch.
+
+    Stores differ in what they tell of an object's time: there, `mtime_ns` is a number made from its first bytes.
+    """
 
     size: int
     mtime_ns: int
@@ -42,22 +48,36 @@ def read_file(source: str) -> tuple[bytes, str]:
 
     Raises ItemError; RunError where no file can be opened any more.
     """
-    with foreign_errors(), opened(source) as (file, _):
+    with foreign_errors(), opened(source, whole=True) as (file, _):
         content = file.read()
         return content, f"sha256:{hashlib.sha256(content).hexdigest()}"
 
 
 @contextmanager
-def opened(source: str) -> Iterator[tuple[BinaryIO, Stamp | None]]:
-    """A binary, seekable file for a resolved source, closed on the way out."""
+def opened(source: str, whole: bool) -> Iterator[tuple[BinaryIO, Stamp | None]]:
+    """A binary, seekable file for a resolved source, closed on the way out.
+
+    whole: all of it will be read, so an object comes in one request; else only its header comes, and more where more is
+    read.
+    """
     if source.startswith("data:"):
         yield io.BytesIO(_data_url(source)), None
-    elif scheme(source):
-        yield io.BytesIO(_fetch(source)), None
-    else:
+    elif not remote.scheme(source):
         with _regular_file(source) as file:
             status = os.fstat(file.fileno())
             yield file, Stamp(status.st_size, status.st_mtime_ns)
+    elif whole:
+        content = remote.read(source)
+        yield io.BytesIO(content), _stamp(len(content), content[:_HEAD])
+    else:
+        raw = remote.RemoteFile(source, most=_PIECES)
+        with io.BufferedReader(raw, _HEAD) as pieces:
+            head = pieces.peek(_HEAD)[:_HEAD]
+            yield cast("BinaryIO", pieces), _stamp(raw.size(), head)
+
+
+def _stamp(size: int, head: bytes) -> Stamp:
+    return Stamp(size, int.from_bytes(hashlib.sha256(head).digest()[:8]) >> 1)
 
 
 def _regular_file(path: str) -> BinaryIO:
@@ -82,19 +102,6 @@ def _data_url(url: str) -> bytes:
         return base64.b64decode(unquote(data), validate=True)
     except (binascii.Error, ValueError) as error:
         raise ItemError("bad_data_url", f"the data is not base64: {error}") from error
-
-
-def _fetch(url: str) -> bytes:
-    import fsspec
-
-    try:
-        with fsspec.open(url, "rb") as file:
-            content: bytes = file.read()
-            return content
-    except (FileNotFoundError, PermissionError):
-        raise
-    except Exception as error:
-        raise ItemError("unreadable", f"{type(error).__name__}: {_sentence(error)}") from error
 
 
 def hashed(file: BinaryIO, stamp: Stamp | None) -> tuple[BinaryIO, str]:
@@ -138,6 +145,7 @@ _CODES: tuple[tuple[type[Exception], ItemErrorCode], ...] = (
     (NotADirectoryError, "not_found"),
     (PermissionError, "permission_denied"),
     (IsADirectoryError, "not_a_file"),
+    (remote.RemoteError, "unreadable"),
     (Image.DecompressionBombError, "too_many_pixels"),
     (MemoryError, "out_of_memory"),
     (UnidentifiedImageError, "unidentified"),

@@ -7,13 +7,14 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from PIL import Image
+from stores import Store, serving
 
 from kimik3_prep.config import PreprocessorConfig, load_config, published_path
 
@@ -94,3 +95,23 @@ class Silent:
     def phase(self, name: str, total: int) -> None: ...
 
     def advance(self, images: int, pixels: int, size: int, failed: int) -> None: ...
+
+
+@pytest.fixture(scope="session")
+def _s3() -> Iterator[Store]:
+    with serving() as store:
+        yield store
+
+
+@pytest.fixture
+def s3(_s3: Store, monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
+    """An S3 store with an empty bucket; this process and the commands it runs find it."""
+    import fsspec.config
+
+    for name, value in _s3.env.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setitem(fsspec.config.conf, "s3", {"endpoint_url": _s3.endpoint})  # read when fsspec was imported
+    _s3.fault = lambda method, key: None
+    _s3.empty()
+    yield _s3
+    _s3.fault = lambda method, key: None

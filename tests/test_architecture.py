@@ -21,7 +21,7 @@ CONTRIBUTING = ROOT / ".github" / "CONTRIBUTING.md"
 #: A new module gets a place here and in the table of CONTRIBUTING.md.
 FLOORS = (
     ("__init__", "errors", "strict_json"),
-    ("threads", "memory", "grid", "levels", "disk", "config_rules", "config"),
+    ("threads", "memory", "grid", "levels", "disk", "remote", "config_rules", "config"),
     ("fields", "manifest", "records"),
     ("spans", "plan"),
     ("sources", "images", "shards", "store", "folder", "summary"),
@@ -39,7 +39,7 @@ LIBRARIES = {
     "rich": {"cli", "terminal"},
     "ray": {"engines"},
     "safetensors": {"shards", "local"},
-    "fsspec": {"sources", "check"},
+    "fsspec": {"remote"},
 }
 #: Modules that import torch as they are imported. Nothing on the way to --help, inspect or a dry run imports these.
 OF_TORCH = {"resample", "pixels_cpu", "pixels_device", "local", "compute", "work", "recompute", "features", "training"}
@@ -50,7 +50,7 @@ FRONT_DOOR = {"features"}
 #: Where foreign exceptions of any kind are caught, to be translated.
 SEAMS = {
     ("sources", "foreign_errors"),
-    ("sources", "_fetch"),
+    ("remote", "_asked"),
     ("threads", "_work"),
     ("recompute", "_load_processor"),
     ("cli", "_exit_codes"),

@@ -24,7 +24,8 @@ from hypothesis import strategies as st
 from pyarrow import parquet
 
 from kimik3_prep.errors import InputError, Problem
-from kimik3_prep.manifest import ITEM_SCHEMA, Manifest, read_manifest, resolve, scheme
+from kimik3_prep.manifest import ITEM_SCHEMA, Manifest, read_manifest, resolve
+from kimik3_prep.remote import scheme
 
 A, B = b'{"image": "a.jpg"}\n', b'{"image": "b.jpg"}\n'
 

@@ -183,11 +183,11 @@ def test_the_command(copy: Path, run: Run) -> None:
 
 def test_against_the_images(copy: Path, whole: Path, run: Run) -> None:
     manifest = whole.parent / "m.jsonl"
-    report = against_source(copy, manifest, None, True, None)
+    report = against_source(copy, str(manifest), None, True, None)
     assert (report["compared"], report["differences"]) == (5, [])  # the cut one was planned, and is not stored
-    assert against_source(copy, manifest, 2, True, None)["compared"] == 2
+    assert against_source(copy, str(manifest), 2, True, None)["compared"] == 2
     flip(copy / "shards" / "cpu-00002.safetensors", -1)
-    report = against_source(copy, manifest, None, True, None)
+    report = against_source(copy, str(manifest), None, True, None)
     assert [found["item"] for found in report["differences"]] == ["n4"]
     done = run("verify", copy, "--against-source", "--manifest", manifest)
     assert done.returncode == 1
@@ -198,7 +198,7 @@ def test_images_that_changed_or_went_away(whole: Path, tmp_path: Path) -> None:
     moved = Path(shutil.copytree(whole.parent, tmp_path / "moved"))
     (moved / "0.png").unlink()
     shutil.copy(moved / "2.png", moved / "3.png")
-    found = against_source(moved / "out", moved / "m.jsonl", None, True, None)["differences"]
+    found = against_source(moved / "out", str(moved / "m.jsonl"), None, True, None)["differences"]
     assert [(f["item"], f["what"].split()[0]) for f in found] == [("n0", "cannot"), ("n3", "the")]
 
 
@@ -211,7 +211,7 @@ def test_every_dtype_and_path_against_the_images(tmp_path: Path, dtype: str) -> 
     manifest = write_manifest(tmp_path / "m.jsonl", rows)
     encode(manifest, tmp_path / "out", dtype=dtype)
     assert verify(tmp_path / "out")["problems"] == []
-    assert against_source(tmp_path / "out", manifest, None, True, None) == {"compared": 2, "differences": []}
+    assert against_source(tmp_path / "out", str(manifest), None, True, None) == {"compared": 2, "differences": []}
 
 
 def test_code_runs_only_when_it_was_allowed(copy: Path, run: Run) -> None:

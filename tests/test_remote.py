@@ -1,0 +1,307 @@
+"""remote.py: a store is asked again where that helps, and only there; what it says becomes an OSError."""
+
+from __future__ import annotations
+
+import io
+import threading
+from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+from conftest import picture
+from stores import Store
+
+from kimik3_prep import remote, sources
+from kimik3_prep.errors import ItemError
+from kimik3_prep.images import decode, probe
+from kimik3_prep.remote import (
+    ATTEMPTS,
+    ATTEMPTS_OF_S3,
+    RemoteError,
+    RemoteFile,
+    beneath,
+    parent,
+    protocol_problem,
+    read,
+)
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The pauses between attempts, which take no time here."""
+    pauses: list[float] = []
+    monkeypatch.setattr(remote.time, "sleep", pauses.append)
+    return pauses
+
+
+def png(width: int = 30, height: int = 20, seed: int = 0) -> bytes:
+    buffer = io.BytesIO()
+    picture(width, height, seed=seed).save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+# --- names --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("folder", "path", "url"),
+    [
+        ("s3://bucket/dir", "a.jpg", "s3://bucket/dir/a.jpg"),
+        ("s3://bucket/dir", "./b//a.jpg", "s3://bucket/dir/b/a.jpg"),
+        ("s3://bucket/dir", "../../../a.jpg", "s3://bucket/a.jpg"),
+        ("s3://bucket", "a ?#.jpg", "s3://bucket/a ?#.jpg"),
+        ("https://host:1/x/", "a ?#.jpg", "https://host:1/x/a %3F%23.jpg"),
+    ],
+)
+def test_relative_paths_start_in_the_folder(folder: str, path: str, url: str) -> None:
+    assert beneath(folder, path) == url
+
+
+@pytest.mark.parametrize(
+    ("url", "folder"),
+    [
+        ("s3://bucket/dir/m.jsonl", "s3://bucket/dir"),
+        ("s3://bucket/m.jsonl", "s3://bucket"),
+        ("https://host/dir/m.jsonl?key=a/b", "https://host/dir"),
+        ("https://host", "https://host"),
+    ],
+)
+def test_the_folder_of_a_url(url: str, folder: str) -> None:
+    assert parent(url) == folder
+
+
+def test_what_a_protocol_lacks_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert protocol_problem("s3", "m.jsonl") is None
+    assert "no protocol fsspec knows" in str(protocol_problem("s9", "m.jsonl"))
+
+    def missing(protocol: str) -> None:
+        raise ImportError("Install it")
+
+    monkeypatch.setattr(fsspec, "get_filesystem_class", missing)
+    assert str(protocol_problem("s3", "m:1")) == (
+        "m:1: s3:// needs a package that is not installed (pip install 'kimik3-prep[s3]')"
+    )
+    assert "(Install it)" in str(protocol_problem("abfs", "m:1"))
+
+
+# --- a store that fails -------------------------------------------------------------------------------------------
+
+
+def first(times: int, fault: int | str) -> Callable[[str, str], int | str | None]:
+    """Spoils the first requests for each object."""
+    seen: dict[str, int] = {}
+
+    def spoil(method: str, key: str) -> int | str | None:
+        seen[key] = seen.get(key, 0) + 1
+        return fault if seen[key] <= times else None
+
+    return spoil
+
+
+@pytest.mark.parametrize("fault", [500, 503, 429, "break"])
+def test_faults_that_pass(s3: Store, fault: int | str) -> None:
+    s3.put("a.bin", b"anything" * 1000)
+    s3.fault = first(2, fault)
+    assert read("s3://bucket/a.bin") == b"anything" * 1000
+    assert len(s3.of("a.bin")) == 3
+
+
+@pytest.mark.parametrize(
+    ("fault", "kind", "code", "asked"),
+    [
+        (404, FileNotFoundError, "not_found", 1),
+        (403, PermissionError, "permission_denied", 1),
+        (400, RemoteError, "unreadable", 1),
+        (500, RemoteError, "unreadable", ATTEMPTS_OF_S3 * 2),
+    ],
+)
+def test_faults_that_stay(
+    s3: Store, fault: int, kind: type[OSError], code: str, asked: int, patient: list[float]
+) -> None:
+    s3.put("a.png", png())
+    s3.fault = lambda method, key: fault
+    s3.asked.clear()
+    with pytest.raises(kind):
+        read("s3://bucket/a.png")
+    assert len(patient) == (0 if asked == 1 else ATTEMPTS_OF_S3 - 1)
+    assert len(s3.asked) == asked
+    for look in (probe, decode):
+        with pytest.raises(ItemError) as caught:
+            look("s3://bucket/a.png")
+        assert caught.value.code == code
+        assert "a.png" not in caught.value.message
+
+
+def test_pauses_grow(patient: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
+    def busy(*arguments: object, **more: object) -> None:
+        raise ConnectionResetError(104, "Connection reset by peer")
+
+    monkeypatch.setattr(type(fsspec.filesystem("memory")), "cat_file", busy)
+    with pytest.raises(RemoteError, match=f"Connection reset by peer .asked {ATTEMPTS} times"):
+        read("memory://a.png")
+    assert len(patient) == ATTEMPTS - 1
+    assert all(0.25 * 2**n <= pause <= 0.5 * 2**n for n, pause in enumerate(patient))
+
+
+def test_nobody_listens(monkeypatch: pytest.MonkeyPatch, s3: Store, patient: list[float]) -> None:
+    monkeypatch.setitem(fsspec.config.conf, "s3", {"endpoint_url": "http://127.0.0.1:9"})
+    monkeypatch.setattr(remote, "_shared", {})
+    with pytest.raises(RemoteError, match=f"asked {ATTEMPTS_OF_S3} times"):
+        read("s3://bucket/a.png")
+    assert len(patient) == ATTEMPTS_OF_S3 - 1
+
+
+def test_a_store_that_does_not_answer(s3: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    quick = {"endpoint_url": s3.endpoint, "config_kwargs": {"read_timeout": 0.2, "retries": {"max_attempts": 0}}}
+    monkeypatch.setitem(fsspec.config.conf, "s3", quick)
+    monkeypatch.setattr(remote, "_shared", {})
+    s3.put("a.bin", b"late")
+    s3.fault = first(1, "hang")
+    assert read("s3://bucket/a.bin") == b"late"
+
+
+def test_many_threads_share_connections(s3: Store) -> None:
+    for number in range(40):
+        s3.put(f"{number}.bin", b"x" * number)
+    before = s3.connections
+    found: dict[int, bytes] = {}
+
+    def some(start: int) -> None:
+        for number in range(start, 40, 8):
+            found[number] = read(f"s3://bucket/{number}.bin")
+
+    threads = [threading.Thread(target=some, args=(start,)) for start in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == {number: b"x" * number for number in range(40)}
+    assert s3.connections - before <= 10
+
+
+# --- reading in pieces --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("begin", "size"), [(0, None), (0, 100), (37, 100), (37, 963), (1000, 0)])
+@pytest.mark.parametrize("most", [None, 0, 1, 2])
+def test_pieces_are_what_a_file_gives(begin: int, size: int | None, most: int | None) -> None:
+    content = bytes(range(250)) * 4
+    fsspec.filesystem("memory").pipe_file("/pieces.bin", content)
+    part = content[begin:] if size is None else content[begin : begin + size]
+    for buffer in (1, 7, 64, 5000):
+        plain = io.BytesIO(part)
+        pieces = io.BufferedReader(RemoteFile("memory://pieces.bin", begin, size, most), buffer)
+        for place, count in ((0, 3), (90, 20), (5, 1), (95, -1), (2000, 4), (0, 0), (0, -1)):
+            assert pieces.seek(place) == plain.seek(place)
+            assert pieces.read(count) == plain.read(count), (place, count)
+        assert pieces.seek(-1, 2) == plain.seek(-1, 2) if part else True
+        assert pieces.read() == plain.read()
+
+
+def test_a_part_that_is_not_there() -> None:
+    fsspec.filesystem("memory").pipe_file("/short.bin", b"12345")
+    for most in (None, 0):
+        with pytest.raises(RemoteError, match="ends before the 9 bytes"):
+            RemoteFile("memory://short.bin", 3, 6, most).read(6)
+
+
+def test_an_empty_object(s3: Store) -> None:
+    s3.put("empty.png", b"")
+    assert read("s3://bucket/empty.png") == b""
+    assert io.BufferedReader(RemoteFile("s3://bucket/empty.png")).read() == b""
+    with pytest.raises(ItemError, match="the file is empty"):
+        probe("s3://bucket/empty.png")
+
+
+def test_a_header_is_read_without_its_image(s3: Store) -> None:
+    buffer = io.BytesIO()
+    picture(900, 900).effect_spread(400).save(buffer, "PNG")
+    assert len(buffer.getvalue()) > 4 * sources._HEAD
+    s3.put("large.png", buffer.getvalue())
+    s3.put("small.png", png())
+    s3.asked.clear()
+    assert probe("s3://bucket/small.png").width == 30
+    assert [verb for verb, _, _ in s3.asked] == ["GET"]
+    large = probe("s3://bucket/large.png")
+    assert (large.width, large.stamp.size) == (900, len(buffer.getvalue()))  # type: ignore[union-attr]
+    assert s3.of("large.png") == [f"bytes=0-{sources._HEAD - 1}"]
+    s3.asked.clear()
+    decoded = decode("s3://bucket/large.png", planned=large.stamp)
+    assert [verb for verb, _, _ in s3.asked] == ["GET"], "the whole object in one request"
+    assert decoded.image.tobytes() == decode_bytes(buffer.getvalue())
+
+
+def decode_bytes(content: bytes) -> bytes:
+    from PIL import Image
+
+    return Image.open(io.BytesIO(content)).tobytes()
+
+
+def test_every_golden_header_is_the_same_from_a_store(golden: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In pieces of 512 bytes, so that each of them is read in some."""
+    monkeypatch.setattr(sources, "_HEAD", 512)
+    files = fsspec.filesystem("memory")
+
+    def outcome(source: str, turn: bool, hash: bool) -> tuple[Any, ...]:
+        try:
+            found = probe(source, turn=turn, hash=hash)
+        except ItemError as error:
+            return error.code, error.message
+        return found.width, found.height, found.mode, found.format, found.content_hash
+
+    for path in sorted((golden / "images").iterdir()):
+        if path.is_file():
+            files.pipe_file(f"/golden/{path.name}", path.read_bytes())
+            for turn, hash in ((False, False), (True, False), (False, True)):
+                stored = outcome(f"memory://golden/{path.name}", turn, hash)
+                assert stored == outcome(str(path), turn, hash), path.name
+
+
+def test_an_object_that_changes_is_noticed(s3: Store) -> None:
+    s3.put("a.png", png(seed=1))
+    planned = probe("s3://bucket/a.png").stamp
+    assert decode("s3://bucket/a.png", planned=planned).image.size == (30, 20)
+    other = bytearray(png(seed=1))
+    other[-20] ^= 1  # as long, and elsewhere the same
+    s3.put("a.png", bytes(other))
+    with pytest.raises(ItemError, match="source_changed"):
+        decode("s3://bucket/a.png", planned=planned)
+
+
+# --- web servers --------------------------------------------------------------------------------------------------
+
+
+class Web(BaseHTTPRequestHandler):
+    """Knows no ranges and tells no sizes."""
+
+    def do_GET(self) -> None:
+        content = {"/a.png": png(300, 200), "/busy": b""}.get(self.path)
+        self.send_response(503 if self.path == "/busy" else 200 if content is not None else 404)
+        self.end_headers()
+        self.wfile.write(content or b"")
+
+    def do_HEAD(self) -> None:
+        self.send_response(403)
+        self.end_headers()
+
+    def log_message(self, *args: Any) -> None: ...
+
+
+def test_a_web_server_that_knows_no_ranges(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sources, "_HEAD", 200)
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Web)
+    threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
+    host = f"http://127.0.0.1:{server.server_address[1]}"
+    try:
+        found = probe(f"{host}/a.png")
+        assert (found.width, found.height) == (300, 200)
+        assert decode(f"{host}/a.png", planned=found.stamp).image.size == (300, 200)
+        for path, code in (("/gone.png", "not_found"), ("/busy", "unreadable")):
+            with pytest.raises(ItemError) as caught:
+                probe(host + path)
+            assert caught.value.code == code
+    finally:
+        server.shutdown()
