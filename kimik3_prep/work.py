@@ -317,6 +317,8 @@ def _decode(item: PlannedItem, job: ShardJob) -> Decoded:
     width, height = decoded.image.size
     if (width, height) != (item.width, item.height) or job.rule(item).grid(width, height) != item.grid:
         found = f"the image is {width} x {height} pixels"
+        if job.turn and decoded.exif_orientation not in (None, 1):
+            found += " as its EXIF orientation turns it"
         if item.probed:
             raise ItemError("source_changed", f"{found}; its header said {item.width} x {item.height}")
         raise ItemError("size_mismatch", f"{found}; the manifest says {item.width} x {item.height}")

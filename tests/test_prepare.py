@@ -517,6 +517,23 @@ def test_orientations_are_applied_as_pillow_applies_them(backend: Any, tmp_path:
     assert same == [row["id"][0] == "1" or row["id"].endswith("tif") for row in rows]
 
 
+def test_sizes_in_a_manifest_are_those_of_the_image_as_it_is_prepared(tmp_path: Path) -> None:
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    picture(70, 45).save(tmp_path / "a.jpg", exif=exif)
+    rows = [
+        {"id": "raw", "image": "a.jpg", "width": 70, "height": 45},
+        {"id": "turned", "image": "a.jpg", "width": 45, "height": 70},
+    ]
+    manifest = write_manifest(tmp_path / "m.jsonl", rows)
+    for exif_option, fine in (("ignore", "raw"), ("apply", "turned")):
+        encode(manifest, tmp_path / exif_option, exif=exif_option)
+        index = pq.read_table(tmp_path / exif_option / "index.parquet").to_pylist()
+        assert [row["id"] for row in index if row["status"] == "ok"] == [fine]
+        assert {row["error_code"] for row in index} == {None, "size_mismatch"}
+    assert "as its EXIF orientation turns it" in index[0]["error_message"]
+
+
 @pytest.mark.parametrize(("exif", "words"), [("ignore", "was ignored"), ("apply", "was applied")])
 def test_orientations_are_told_of_once(exif: Any, words: str, tmp_path: Path) -> None:
     manifest = write_manifest(tmp_path / "m.jsonl", turned_pictures(tmp_path))
