@@ -142,11 +142,17 @@ def make_plan(
         columns["content_hash"] = pa.array(headers.content_hash, pa.string())
     for index, name in enumerate(GRID_FIELDS):
         columns[name] = pa.array(grids[:, index].copy(), mask=failed if index > 3 else ~resized_here)
-    if not np.array_equal(order, np.arange(len(order))):
-        items = items.take(pa.array(order))
-    take = pa.array(of_row[order])
-    arrays = [columns[f.name].take(take) if f.name in columns else items[f.name] for f in PLAN_SCHEMA]
+    items = _taken(items, order)
+    spans_of = of_row[order]
+    # One column after the other leaves: of ten million rows they would be gigabytes twice.
+    arrays = [_taken(columns.pop(f.name), spans_of) if f.name in columns else items[f.name] for f in PLAN_SCHEMA]
     return pa.Table.from_arrays(arrays, schema=PLAN_SCHEMA)
+
+
+def _taken(values: Any, places: Ints) -> Any:
+    """A column or table in another order; itself where that is the one it has."""
+    same = len(places) == len(values) and np.array_equal(places, np.arange(len(places)))
+    return values if same else values.take(pa.array(places))
 
 
 def _grids(
