@@ -93,16 +93,14 @@ def _print_totals(found: dict[str, Any]) -> None:
 
 
 def _print_largest(found: dict[str, Any]) -> None:
-    """The images with the most tokens; nothing where these are all there are."""
-    if len(found["largest"]) == found["images"]:
-        return
+    """The images with the most tokens."""
     rows = []
     for row in found["largest"]:
         size = f"{row['width']:,} x {row['height']:,}" if row["width"] else "-"  # null for features made elsewhere
         more = f" and {row['rows'] - 1:,} more" if row["rows"] > 1 else ""
         grid = " x ".join(f"{side:,}" for side in row["grid_thw"][:0:-1])
         rows.append((f"{row['num_tokens']:,}", size, grid, f"{row['line']:,}", harmless(row["id"], _CELL) + more))
-    print_table(("tokens", "size", "patches", "line", "id"), rows, "largest images")
+    print_table(("tokens", "size", "patches", "line", "id"), rows, "largest images" if rows else "")
 
 
 def print_verification(report: dict[str, Any]) -> None:

@@ -19,7 +19,9 @@ from kimik3_prep.manifest import from_parquet, json_rows, opened
 #: Where a row stands, `file:line`, and the row; None for one whose problem is reported already.
 Row = tuple[str, dict[str, Any] | None]
 
-_BETWEEN = re.compile(r"[\s,]*")
+_OPENED = re.compile(r"\s*\[\s*(?=.)", re.DOTALL)
+_AFTER_A_ROW = re.compile(r"\s*(?:,\s*(?=[^\s\]])|(?=\]))")
+_CLOSED = re.compile(r"\]\s*\Z")
 _NUMBERS = ("width", "height")  # the fields of a CSV file that are read as integers
 
 #: What a Parquet column may hold to be JSON: physical and logical type.
@@ -58,25 +60,31 @@ def _text_records(file: io.BufferedReader, kind_of: str, name: str, report: Repo
 
 
 def _list_records(content: bytes, name: str, report: Report) -> Iterator[Row]:
-    """The rows of one JSON list. Read twice: once for all that is wrong with it, then row by row for their lines."""
+    """The rows of one JSON list, one at a time: all of them take ten times the memory of their text."""
+    decode = json.JSONDecoder().raw_decode  # finds where a row ends; strict_json says whether it may be read so
+    line, start, counted = 1, -1, 0  # many a list is one long line: the column tells its rows apart
+    try:
+        text = content.decode().removeprefix("\ufeff")
+        place = _OPENED.match(text)
+        while place is not None and text[begin := place.end()] != "]":
+            line += text.count("\n", counted, begin)
+            start = max(start, text.rfind("\n", counted, begin))
+            counted = begin
+            where = f"{name}:{line}:{begin - start}"
+            _, end = decode(text, begin)
+            row = strict_json.parse_line(text[begin:end].encode(), where)
+            if not isinstance(row, dict):
+                report.add(where, f"a row that is {kind(row)}", "a JSON object")
+            yield where, row if isinstance(row, dict) else None
+            place = _AFTER_A_ROW.match(text, end)
+        if place is not None and _CLOSED.match(text, place.end()):
+            return
+    except (ValueError, RecursionError, strict_json.JsonProblem):
+        pass  # the whole file says better what is wrong, and where
     try:
         strict_json.parse(content, name)
     except strict_json.JsonProblem as problem:
         report.add_problem(problem.problem)
-        return
-    text = content.decode().removeprefix("\ufeff")
-    decode = json.JSONDecoder().raw_decode
-    end = text.index("[") + 1
-    line, start, counted = 1, -1, 0  # many a list is one long line: the column tells its rows apart
-    while text[begin := cast("re.Match[str]", _BETWEEN.match(text, end)).end()] != "]":
-        line += text.count("\n", counted, begin)
-        start = max(start, text.rfind("\n", counted, begin))
-        counted = begin
-        where = f"{name}:{line}:{begin - start}"
-        row, end = decode(text, begin)
-        if not isinstance(row, dict):
-            report.add(where, f"a row that is {kind(row)}", "a JSON object")
-        yield where, row if isinstance(row, dict) else None
 
 
 def _csv_records(file: io.BufferedReader, name: str, delimiter: str, report: Report) -> Iterator[Row]:

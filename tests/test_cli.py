@@ -103,6 +103,30 @@ def test_write_fixed(run: Run, tmp_path: Path) -> None:
 # --- encode ---
 
 
+def test_the_config_of_a_checkpoint_folder(pictures: Path, run: Run, tmp_path: Path) -> None:
+    """`--config` may name the folder; what else a checkpoint holds does not matter."""
+    (tmp_path / "checkpoint").mkdir()
+    (tmp_path / "preprocessor_config.json").rename(tmp_path / "checkpoint" / "preprocessor_config.json")
+    (tmp_path / "checkpoint" / "config.json").write_text("not JSON")
+    assert run("encode", "manifest.jsonl", "--dry-run").returncode == 2
+    for folder in ("checkpoint", "checkpoint/"):
+        assert run("encode", "manifest.jsonl", "--config", folder, "--dry-run").returncode == 0
+    assert "checkpoint/preprocessor_config.json" in run("validate-config", "checkpoint").stdout
+    (tmp_path / "checkpoint" / "preprocessor_config.json").unlink()
+    refused = run("encode", "manifest.jsonl", "--config", "checkpoint", "--dry-run")
+    assert (refused.returncode, "checkpoint" in refused.stderr) == (2, True)
+
+
+def test_a_shell_completes_commands_and_options(run: Run) -> None:
+    def complete(words: str) -> list[str]:
+        env = {"_KIMIK3_PREP_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": str(words.count(" "))}
+        return run(env=env).stdout.split()
+
+    assert complete("kimik3-prep in") == ["inspect"]
+    assert {"--render", "--grid", "--id"} <= set(complete("kimik3-prep inspect --"))
+    assert "_KIMIK3_PREP_COMPLETE=complete_bash" in run("--show-completion", "bash").stdout
+
+
 def test_encode_then_again(pictures: Path, run: Run, tmp_path: Path) -> None:
     done = run("encode", "manifest.jsonl", "--shard-size", "1MB")
     assert (done.returncode, done.stderr.count("Traceback")) == (0, 0)

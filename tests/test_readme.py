@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 from conftest import Run
 
@@ -41,7 +42,12 @@ def test_the_worked_example_is_what_the_commands_print(run: Run, tmp_path: Path)
     assert [line for line in done.stdout.splitlines() if line.strip() not in shown] == []
     inspected = run("inspect", "features/shards/cpu-00000.safetensors").stdout
     assert {line.rstrip() for line in inspected.splitlines()[:4]} <= shown
-    assert run("inspect", "features", "--render", "pictures", "--id", "landscape").stdout.splitlines()[-1] in shown
+    for more in (["features", "--id", "landscape"], ["features/shards/cpu-00000.safetensors"]):
+        assert run("inspect", *more, "--render", "pictures").stdout.splitlines()[-1] in shown
+    lines = [line.strip() for line in run("inspect", "features").stdout.splitlines()]
+    begin = lines.index("largest images")
+    assert set(lines[begin : begin + 5]) <= shown
+    assert run("manifest", "sample", "-o", "pictures.jsonl").stderr.strip() in shown
     example = README.split("```python\n")[1].split("```")[0]
     code = f"{example}\nprint(list(pixel_values.shape), grid_thw)"
     printed = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True)
@@ -70,3 +76,136 @@ def python(code: str, folder: Path) -> str:
 def test_the_table_of_item_errors_names_every_code() -> None:
     table = README.split("In an index, as `error_code`:")[1].split("\n\n")[1]
     assert re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE) == list(get_args(ItemErrorCode))
+
+
+# --- the documents of --format json ---------------------------------------------------------------------------------
+
+_WORD = re.compile(r"\s*(\.\.\.|[\w*\"]+|[{}\[\]:,|?])")
+_KINDS: dict[str, tuple[type, ...]] = {
+    "string": (str,),
+    "int": (int,),
+    "number": (int, float),
+    "bool": (bool,),
+    "null": (type(None),),
+    "any": (object,),
+}
+
+
+def shapes() -> dict[str, Any]:
+    """The documents of the README's section, by name: an object is a dict, a list `[T]`, a choice a tuple."""
+    block = README.split("## JSON output")[1].split("```")[1]
+    found: dict[str, Any] = {}
+    for entry in re.split(r"\n+(?=\S)", block.strip()):
+        name, _, text = entry.partition(":")
+        words = _WORD.findall(text)
+        found[name] = one_of(words)
+        assert words == [], name
+    return found
+
+
+def one_of(words: list[str]) -> Any:
+    """A type, or several with bars between them."""
+    choices = [shape(words)]
+    while words[:1] == ["|"]:
+        words.pop(0)
+        choices.append(shape(words))
+    return choices[0] if len(choices) == 1 else tuple(choices)
+
+
+def shape(words: list[str]) -> Any:
+    word = words.pop(0)
+    if word == "[":
+        inside = one_of(words)
+        assert words.pop(0) == "]"
+        return [inside]
+    if word != "{":
+        return word
+    keys: dict[str, Any] = {}
+    while words[0] != "}":
+        key = words.pop(0)
+        if key == "...":
+            keys["..."] = words.pop(0)
+        else:
+            key += words.pop(0) if words[0] == "?" else ""
+            assert words.pop(0) == ":"
+            keys[key] = one_of(words)
+        if words[0] == ",":
+            words.pop(0)
+    words.pop(0)
+    return keys
+
+
+def differences(value: Any, form: Any, named: dict[str, Any], at: str = "") -> list[str]:
+    """What of a document is not as the README says: a key too many or too few, another type."""
+    if isinstance(form, tuple):
+        found = [differences(value, choice, named, at) for choice in form]
+        return [] if [] in found else found[0]
+    if isinstance(form, list):
+        if not isinstance(value, list):
+            return [f"{at} is no list"]
+        return [text for part in value for text in differences(part, form[0], named, f"{at}[]")]
+    if isinstance(form, str) and form in named:
+        return differences(value, named[form], named, at)
+    if isinstance(form, str) and form.startswith('"'):
+        return [] if value == form.strip('"') else [f"{at} is {value!r}"]
+    if isinstance(form, str):
+        wrong = not isinstance(value, _KINDS[form]) or (type(value) is bool and form in ("int", "number"))
+        return [f"{at} is {value!r}, not {form}"] if wrong else []
+    if not isinstance(value, dict):
+        return [f"{at} is no object"]
+    if "*" in form:
+        return [text for key in value for text in differences(value[key], form["*"], named, f"{at}.{key}")]
+    form = {**form, **(named[form["..."]] if "..." in form else {})}
+    form.pop("...", None)
+    keys = {key.rstrip("?"): part for key, part in form.items()}
+    found = [f"{at}.{key} is not said" for key in value.keys() - keys.keys()]
+    found += [f"{at}.{key} is missing" for key in form if not key.endswith("?") and key not in value]
+    return found + [t for key in keys if key in value for t in differences(value[key], keys[key], named, f"{at}.{key}")]
+
+
+def test_a_document_that_is_not_as_said_is_found() -> None:
+    named = {"A": {"x": "int", "y?": ["string"]}, "B": {"z": ("string", "null"), "...": "A"}}
+    assert differences({"x": 1, "z": None}, "B", named) == []
+    assert differences({"x": True, "y": [1], "z": "s"}, "B", named) == [
+        *(".x is True, not int", ".y[] is 1, not string"),
+    ]
+    assert differences({"x": 1, "z": 5, "w": 0}, "B", named) == [".w is not said", ".z is 5, not string"]
+    assert differences({"z": ""}, "B", named) == [".x is missing"]
+
+
+def test_json_documents_are_as_the_readme_says(run: Run, tmp_path: Path) -> None:
+    subprocess.run([sys.executable, ROOT / "scripts" / "draw_sample.py", tmp_path / "sample"], check=True)
+    config_of_published = (ROOT / "configs" / "kimi-k3" / "preprocessor_config.json").read_text()
+    (tmp_path / "broken.json").write_text(config_of_published.replace('"in_patch_limit"', '"max_patches"'))
+    shard, config = "out/shards/cpu-00000.safetensors", ["--config", "kimi-k3"]
+    rows = "sample/manifest.jsonl"
+    commands: list[tuple[str, list[str]]] = [
+        ("validate-config", ["validate-config", "kimi-k3"]),
+        ("validate-config", ["validate-config", "broken.json", "--write-fixed", "fixed.json"]),
+        ("manifest", ["manifest", "sample", "-o", "m.jsonl"]),
+        ("manifest", ["manifest", rows, "-o", "nowhere.jsonl", "--image-dir", "/nowhere"]),
+        ("encode --dry-run", ["encode", rows, *config, "--dry-run"]),
+        ("encode", ["encode", rows, *config, "-o", "out"]),
+        ("inspect SHARD", ["inspect", shard]),
+        ("inspect SHARD", ["inspect", shard, "--render", "png", "--first", "1"]),
+        ("inspect INDEX", ["inspect", "out/index.parquet"]),
+        ("inspect OUT", ["inspect", "out"]),
+        ("inspect OUT", ["inspect", "out", "--render", "png", "--first", "1"]),
+        ("verify", ["verify", "out"]),
+        ("verify", ["verify", "out", "--against-source", "--manifest", rows, "--sample", "1"]),
+        ("an error", ["encode", "broken.json", *config]),
+        ("an error", ["inspect", "nothing"]),
+    ]
+    named = shapes()
+    seen: set[str] = set()
+    optional = {f"{name}.{key}" for name, form in named.items() for key in form if key.endswith("?")}
+    for name, command in commands:
+        done = run(*command, "--format", "json")
+        document = json.loads(done.stdout)
+        assert differences(document, named[name], named) == [], command
+        seen |= {name}
+        optional -= {f"{name}.{key}?" for key in document}
+    (tmp_path / "out" / "index.parquet").unlink()
+    for name, command in commands[9:12:2]:  # a run that is not finished, and its problems
+        assert differences(json.loads(run(*command, "--format", "json").stdout), named[name], named) == []
+    assert (seen, optional) == ({name for name in named if not name[0].isupper()}, set())

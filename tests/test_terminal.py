@@ -531,8 +531,8 @@ def test_an_inspected_index(capsys: Capture) -> None:
     ]
 
 
-def test_the_largest_images_are_not_said_where_they_are_all(capsys: Capture) -> None:
-    findings.print_inspection(description("output", "x") | {"images": 1})
+def test_where_no_image_is_stored_there_is_no_largest(capsys: Capture) -> None:
+    findings.print_inspection(description("output", "x") | {"images": 0, "histogram": [], "largest": []})
     assert "largest images" not in capsys.readouterr().out
 
 
