@@ -127,7 +127,7 @@ def print_gathered(found: Gathered) -> None:
         what = ("other file", "") if found.of == "files" else ("row", " without an image")
         text += f"; {counted(found.passed_over, what[0])}{what[1]} passed over"
     if found.links:
-        text += f"; {counted(found.links, 'link')} to folders not followed"
+        text += f"; {counted(found.links, 'folder link')} not followed"
     if found.sizes_unknown:
         text += f"; {counted(found.sizes_unknown, 'header')} could not be read"
     say(err, text + (f", in {found.output}" if found.output else ""))

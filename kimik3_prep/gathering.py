@@ -37,6 +37,7 @@ SUFFIXES = frozenset(suffix for suffix, name in Image.EXTENSION.items() if name 
 #: What encode would read as the image's own, and a row of another kind of list means otherwise.
 _OF_AN_ITEM = ("type", "modality", "backend", "content_hash", "width", "height")
 _NEVER = ("features", "grid_thw")
+_NONE: tuple[Any, ...] = (None, "", [])
 
 _IN_MEMORY = 64 << 20  # bytes of the manifest; the rest waits in a temporary file until all rows are known to be good
 _LOOKED_AT = 100  # images whose files are looked for
@@ -270,9 +271,9 @@ def _gather_rows(lines: _Lines) -> None:
 
 def _gather_row(lines: _Lines, number: int, where: str, row: dict[str, Any], folder: str) -> None:
     wishes = lines.wishes
-    name = wishes.image_field or next((key for key in FIELDS if row.get(key) is not None), "")
+    name = wishes.image_field or next((key for key in FIELDS if row.get(key) not in _NONE), "")
     value = _lookup(row, name)
-    if value is None or value in ("", []):
+    if value in _NONE:
         lines.found.passed_over += 1
         return
     several = isinstance(value, list)

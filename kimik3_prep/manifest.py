@@ -92,7 +92,8 @@ def read_manifest(path: str, limit: int | None = None) -> Manifest:
             if len(rows) == _BATCH:
                 batches.append(_batch(rows))
     except (OSError, EOFError, UnicodeDecodeError, zlib.error, pa.ArrowException) as error:
-        report.add_first(Problem(f"{name}:{line}" if line else name, _cannot_read(error, line)))
+        hint = "`kimik3-prep manifest FOLDER` makes one" if isinstance(error, IsADirectoryError) else ""
+        report.add_first(Problem(f"{name}:{line}" if line else name, _cannot_read(error, line), hint=hint))
     batches.append(_batch(rows))
     items = pa.Table.from_batches(batches, ITEM_SCHEMA)
     _check_unique_ids(items, name, report)

@@ -159,7 +159,7 @@ def test_rows_with_several_images(folder: Path) -> None:
         {"images": ["a.jpg", "a.jpg"], "width": [1, 2], "type": "chat", "row_type": 1},
         {"id": "one", "images": {"path": "/d.jpg"}, "image": "thumb.jpg", "type": "chat"},
         {"id": "two", "image": "e.jpg", "width": "640", "features": "x", "modality": "image"},
-        {"key": "three", "image": "e.jpg", "width": 640, "height": 480},
+        {"key": "three", "image": "e.jpg", "width": 640, "height": 480, "images": []},
     ]
     (folder / "rows.json").write_text(json.dumps(rows))
     found, told = made("rows.json")
@@ -171,7 +171,7 @@ def test_rows_with_several_images(folder: Path) -> None:
         {"id": "3#1", "image": "a.jpg", "row_type": 1, "row_width": [1, 2], "row_row_type": "chat"},
         {"id": "one", "image": "/d.jpg", "row_image": "thumb.jpg", "row_type": "chat"},
         {"id": "two", "image": "e.jpg", "row_width": "640", "row_features": "x", "row_modality": "image"},
-        {"id": "three", "image": "e.jpg", "key": "three", "width": 640, "height": 480},
+        {"id": "three", "image": "e.jpg", "key": "three", "width": 640, "height": 480, "images": []},
     ]
     assert (told.items, told.rows, told.passed_over) == (8, 7, 2)
     (warning,) = told.warnings

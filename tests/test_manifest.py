@@ -220,6 +220,7 @@ def test_a_manifest_that_cannot_be_opened(tmp_path: Path) -> None:
         assert problem.where == str(path)
         assert problem.what.startswith("cannot read the manifest: ")
         assert reason in problem.what
+        assert ("kimik3-prep manifest" in problem.hint) is (path == tmp_path)
     os.symlink("loop", tmp_path / "loop")
     assert "cannot read the manifest" in problem_of(str(tmp_path / "loop")).what
 

@@ -16,6 +16,7 @@ from rich.console import Console
 from kimik3_prep import findings, terminal
 from kimik3_prep.config import Diagnosis, Setting
 from kimik3_prep.errors import InputError, Problem, RunError, TooManyFailures
+from kimik3_prep.gathering import Gathered
 from kimik3_prep.plan import ITEM_BYTES
 from kimik3_prep.summary import PlanSummary, RunSummary
 from kimik3_prep.terminal import ProgressReporter, counted, harmless, size_text
@@ -195,6 +196,7 @@ PRINTERS = {
         kind: lambda text, k=kind: findings.print_inspection(description(k, text))
         for kind in ("shard", "index", "output")
     },
+    "gathered": lambda text: findings.print_gathered(Gathered(text, "rows", warnings=[Problem(text, text)])),
 }
 
 
@@ -534,6 +536,22 @@ def test_an_inspected_index(capsys: Capture) -> None:
 def test_where_no_image_is_stored_there_is_no_largest(capsys: Capture) -> None:
     findings.print_inspection(description("output", "x") | {"images": 0, "histogram": [], "largest": []})
     assert "largest images" not in capsys.readouterr().out
+
+
+def test_what_a_manifest_was_made_of(capsys: Capture) -> None:
+    findings.print_gathered(Gathered(None, "files", items=1, rows=1))
+    findings.print_gathered(Gathered("m.jsonl", "files", items=2000, rows=2000, passed_over=3, links=1))
+    findings.print_gathered(Gathered(None, "rows", items=4, rows=3, passed_over=1, links=2, sizes_unknown=1))
+    said = capsys.readouterr()
+    assert (said.out, said.err.splitlines()) == (
+        "",
+        [
+            "1 item",
+            "2,000 items; 3 other files passed over; 1 folder link not followed, in m.jsonl",
+            "4 items of 3 rows; 1 row without an image passed over; 2 folder links not followed; "
+            "1 header could not be read",
+        ],
+    )
 
 
 @pytest.mark.parametrize(
