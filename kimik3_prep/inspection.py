@@ -111,9 +111,15 @@ def _totals(table: pa.Table) -> dict[str, Any]:
 
 
 def _sizes(table: pa.Table) -> dict[str, Any]:
-    """Stored images by their tokens: how many in each bin, and the largest. One that many rows name counts once."""
+    """Stored images by their tokens: how many in each bin, and the largest. One that many rows name counts once.
+
+    In an index without shards that is one that they name alike.
+    """
     ok = table.filter(pc.equal(table["status"], "ok"))
-    stored = ok.group_by(["shard", "row"]).aggregate([("num_tokens", "min"), ("item", "min"), ("item", "count")])
+    ok = ok.append_column("name", pc.if_else(pc.is_null(ok["shard"]), ok["image"], None))
+    stored = ok.group_by(["shard", "row", "name"]).aggregate(
+        [("num_tokens", "min"), ("item", "min"), ("item", "count")]
+    )
     order = pc.sort_indices(stored, sort_keys=[("num_tokens_min", "descending"), ("item_min", "ascending")])
     top = stored.take(order[:_LARGEST])
     rows = {row["item"]: row for row in ok.filter(pc.is_in(ok["item"], top["item_min"].combine_chunks())).to_pylist()}

@@ -347,3 +347,17 @@ def test_a_named_pipe_does_not_hang(tmp_path: Path, name: str) -> None:
     os.mkfifo(tmp_path / name)
     with pytest.raises(InputError, match="is no regular file"):
         inspect(tmp_path / name)
+
+
+def test_an_index_without_features_tells_its_sizes(tmp_path: Path) -> None:
+    for name, size in (("a", 280), ("b", 56)):
+        picture(size, size).save(tmp_path / f"{name}.png")
+    rows = [{"id": "0", "image": "a.png"}, {"id": "1", "image": "b.png"}, {"id": "2", "image": "a.png"}]
+    manifest = write_manifest(tmp_path / "m.jsonl", rows)
+    prepare(Settings(str(manifest), tmp_path / "out", "kimi-k3", index_only=True), Silent())
+    found = inspect(tmp_path / "out")
+    assert (found["images"], found["num_tokens"], found["shards"]) == (2, 204, {})
+    assert [(large["id"], large["num_tokens"], large["rows"], large["shard"]) for large in found["largest"]] == [
+        ("0", 100, 2, None),
+        ("1", 4, 1, None),
+    ]
