@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from conftest import Run
+from PIL import Image
 
 from kimik3_prep.errors import ItemErrorCode
 from kimik3_prep.fields import ID_KEYS, IMAGE_KEYS
@@ -17,6 +18,7 @@ from kimik3_prep.store import INDEX_SCHEMA
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
+SHEET = ROOT / ".github" / "contact-sheet.png"
 
 
 def test_the_index_table_names_every_column_in_order() -> None:
@@ -48,6 +50,9 @@ def test_the_worked_example_is_what_the_commands_print(run: Run, tmp_path: Path)
     begin = lines.index("largest images")
     assert set(lines[begin : begin + 5]) <= shown
     assert run("manifest", "sample", "-o", "pictures.jsonl").stderr.strip() in shown
+    run("inspect", "features/shards/cpu-00000.safetensors", "--render", "sheets")
+    with Image.open(tmp_path / "sheets" / "cpu-00000-01.png") as drawn, Image.open(SHEET) as printed:
+        assert drawn.tobytes() == printed.tobytes()
     example = README.split("```python\n")[1].split("```")[0]
     code = f"{example}\nprint(list(pixel_values.shape), grid_thw)"
     printed = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True)
