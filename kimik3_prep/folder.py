@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from kimik3_prep.disk import LOCKS, claim, disk_errors, sync, write_whole
+from kimik3_prep.disk import LOCK_NAME, LOCKS, claim, disk_errors, hold, sync, write_whole
 from kimik3_prep.errors import InputError, PlanMismatch, Problem
 from kimik3_prep.plan import fingerprint
 from kimik3_prep.shards import FORMAT
@@ -112,6 +112,19 @@ def sweep(layout: Layout, shards: bool = True) -> None:
         for path in layout.shards.glob("*.tmp") if shards and layout.shards.is_dir() else ():
             if OURS.fullmatch(path.name):
                 _unlink_unless_held(path)
+
+
+def clear_shard(layout: Layout, name: str, patience: float) -> None:
+    """Remove what the worker of a shard leaves when it is ended; it may take so many seconds to die."""
+    lock = layout.root / f"{LOCK_NAME}-{name}"
+    if not lock.exists():
+        return
+    try:
+        with disk_errors(layout.root), hold(lock, patience):
+            for path in (layout.shard(name), layout.shard_index(name)):
+                path.with_name(f"{path.name}.tmp").unlink(missing_ok=True)
+    except InputError:
+        return  # it lives: the next run waits for it
 
 
 def _unlink_unless_held(path: Path) -> None:
