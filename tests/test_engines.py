@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import pickle
 import shutil
 import signal
 import subprocess
@@ -26,7 +27,7 @@ from test_prepare import Silent, local_row
 
 from kimik3_prep import engines
 from kimik3_prep.check import Settings
-from kimik3_prep.engines import _connected, _ray_task, _room, _versions, run_local, run_ray
+from kimik3_prep.engines import _connected, _gpus, _portable, _ray_task, _room, _versions, run_local, run_ray
 from kimik3_prep.errors import InputError, RunError, TooManyFailures
 from kimik3_prep.prepare import prepare
 from kimik3_prep.work import Control, ShardJob, Stopped
@@ -345,6 +346,24 @@ def test_a_fault_in_a_worker_is_a_sentence(ray: Any, sources: Path) -> None:
     broken = replace(job, form=replace(job.form, dtype="float77"))
     with pytest.raises(RunError, match="shard cpu-00000 failed in its Ray worker: KeyError: 'float77'"):
         list(run_ray([broken], 1, "local", Control()))
+
+
+def test_a_job_for_another_process_carries_what_it_needs_and_no_more(sources: Path, tmp_path: Path) -> None:
+    job = jobs_of(sources, "out")[0]
+    away = _portable(replace(job, root=Path("out"), base="set", device="cuda:3"))
+    assert (away.root, away.base, away.device) == (Path.cwd() / "out", str(Path.cwd() / "set"), "cuda")
+    assert away.shard.rows.equals(job.shard.rows)
+    assert len(pickle.dumps(away.shard.rows)) < len(pickle.dumps(job.shard.rows))
+    assert _portable(job).device == "cpu"
+
+
+def test_a_gpu_is_asked_for_by_cuda_jobs_only(ray: Any, sources: Path) -> None:
+    notes: list[tuple[str, str]] = []
+    control = Control(note=lambda where, text: notes.append((where, text)))
+    job = jobs_of(sources, "out")[0]
+    assert (_gpus(ray, job, control), notes) == (0, [])
+    assert _gpus(ray, replace(job, device="cuda"), control) == 1
+    assert notes == [("--device", "no node of this Ray has a GPU: cpu-00000 waits until one joins")]
 
 
 def test_a_worker_with_other_libraries_makes_nothing(sources: Path, tmp_path: Path) -> None:
