@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal, Protocol
 
@@ -12,7 +13,7 @@ import pyarrow.compute as pc
 
 from kimik3_prep.config import Place, PreprocessorConfig, find_config, load_config
 from kimik3_prep.devices import auto_backend, find_devices
-from kimik3_prep.errors import InputError, Problem
+from kimik3_prep.errors import INSTALL_RAY, InputError, Problem
 from kimik3_prep.fields import show
 from kimik3_prep.images import DEFAULT_MAX_PIXELS
 from kimik3_prep.manifest import ITEM_SCHEMA, Manifest, read_manifest, resolve
@@ -22,7 +23,7 @@ from kimik3_prep.threads import DEFAULT_ITEM_TIMEOUT
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What `encode` was asked to do. `_facts` says which of these decide output bytes; the others never do."""
+    """What `encode` was asked to do. `facts_of` says which of these decide output bytes; the others never do."""
 
     manifest: str
     output: Path
@@ -46,6 +47,14 @@ class Settings:
     retry_failed: bool = False
     image_root: Path | None = None
     index_only: bool = False
+    engine: Literal["local", "ray"] = "local"
+    ray_address: str | None = None
+    shard_range: tuple[int, int] | None = None
+
+    @property
+    def ray(self) -> str:
+        """Which Ray to use; `local` starts one on this machine. RAY_ADDRESS is how a Ray job is told its cluster's."""
+        return self.ray_address or os.environ.get("RAY_ADDRESS") or "local"
 
 
 class Reporter(Protocol):
@@ -90,8 +99,8 @@ def default_workers() -> int:
 def check(settings: Settings, reporter: Reporter) -> Checked:
     """Read config and manifest. Raises InputError with the problems of both; warnings go to the reporter."""
     _check_protocols(settings)
-    problems: list[Problem] = []
-    total = 0
+    problems = list(_odd_settings(settings))
+    total = len(problems)
     config = manifest = None
     backend = auto_backend() if settings.backend == "auto" else settings.backend
     devices: tuple[str, ...] = ()
@@ -114,13 +123,26 @@ def check(settings: Settings, reporter: Reporter) -> Checked:
         problems += found
         total += len(found)
         if not settings.index_only and (asks := _who_asks_for_a_device(settings, manifest, backend)):
-            devices = find_devices(settings.device, asks)
+            devices = find_devices(settings.device, asks, settings.engine == "ray" and settings.ray != "local")
     except InputError as error:
         problems += error.problems
         total += error.total
     if config is None or manifest is None or problems:
         raise InputError(problems, total)
     return Checked(config, manifest, backend, devices)
+
+
+def _odd_settings(settings: Settings) -> Iterator[Problem]:
+    """Options that cannot be, or not together."""
+    if settings.engine == "ray" and find_spec("ray") is None:
+        yield Problem("--engine ray", "Ray is not installed", hint=INSTALL_RAY)
+    if settings.engine != "ray" and settings.ray_address is not None:
+        yield Problem("--ray-address", "says which Ray to use", hint="add --engine ray")
+    if settings.shard_range is not None:
+        hint = "leave one of the two out"
+        for option, used in (("--overwrite", settings.overwrite), ("--retry-failed", settings.retry_failed)):
+            if used:
+                yield Problem(option, "concerns the whole folder, and --shard-range a part of it", hint=hint)
 
 
 def _who_asks_for_a_device(settings: Settings, manifest: Manifest, backend: str) -> str | None:

@@ -15,12 +15,17 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from types import FrameType
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
 from kimik3_prep import __version__
 from kimik3_prep.errors import InputError, PrepError, Problem
+
+if TYPE_CHECKING:
+    from kimik3_prep.summary import PlanSummary, RangeSummary, RunSummary
+
+    Summary = PlanSummary | RangeSummary | RunSummary
 
 app = typer.Typer(
     name="kimik3-prep",
@@ -85,6 +90,16 @@ def _exit_codes(format: str) -> Iterator[None]:
     except Exception as error:  # noqa: BLE001  a fault of ours; nobody's answer should be a traceback
         terminal.print_fault(error)
         raise typer.Exit(3) from None
+
+
+def _tell(summary: Summary, warnings: list[Problem], dtype: str, format: str) -> None:
+    """What a command came to, as JSON with its warnings or in words."""
+    from kimik3_prep import terminal
+
+    if format == "json":
+        terminal.print_json({"status": "ok", **asdict(summary), "warnings": [each.as_dict() for each in warnings]})
+    else:
+        terminal.print_summary(summary, dtype)
 
 
 def _version(wanted: bool) -> None:
@@ -187,6 +202,17 @@ def encode(
     workers: Annotated[
         int | None, typer.Option("--workers", "-j", min=1, help="Image threads. Default: one a processor.")
     ] = None,
+    engine: Annotated[Literal["local", "ray"], typer.Option(help="Fill shards in this process, or as Ray tasks.")] = (
+        "local"
+    ),
+    ray_address: Annotated[
+        str | None,
+        typer.Option(help="auto, host:port or ray://host:port. Default: $RAY_ADDRESS, else a Ray is started here."),
+    ] = None,
+    shard_range: Annotated[
+        str | None,
+        typer.Option(help="Only every n-th shard, as i/n with i from 1 to n; then `finish` writes the index."),
+    ] = None,
     dedupe: Annotated[
         Literal["path", "content", "off"],
         typer.Option(help="Store an image once for all rows that name it; content: also under other names."),
@@ -227,7 +253,7 @@ def encode(
     from kimik3_prep import terminal
 
     with _exit_codes(format):
-        from kimik3_prep import check  # inside: these imports take a second, in which Ctrl-C may be pressed
+        from kimik3_prep import check, ranges  # inside: these imports take a second, in which Ctrl-C may be pressed
         from kimik3_prep import prepare as run
         from kimik3_prep.plan import parse_size
 
@@ -254,14 +280,31 @@ def encode(
             retry_failed=retry_failed,
             image_root=image_root,
             index_only=index_only,
+            engine=engine,
+            ray_address=ray_address,
+            shard_range=None if shard_range is None else ranges.parse_range(shard_range),
         )
+        work = run.dry_run if dry_run else ranges.prepare_range if settings.shard_range else run.prepare
         with terminal.ProgressReporter(progress) as reporter:
-            summary = run.dry_run(settings, reporter) if dry_run else run.prepare(settings, reporter)
-        if format == "json":
-            warnings = [problem.as_dict() for problem in reporter.warnings]
-            terminal.print_json({"status": "ok", **asdict(summary), "warnings": warnings})
-        else:
-            terminal.print_summary(summary, dtype)
+            summary = work(settings, reporter)
+        _tell(summary, reporter.warnings, dtype, format)
+        raise typer.Exit(1 if summary.failed else 0)
+
+
+@app.command()
+def finish(
+    path: Annotated[Path, typer.Argument(help="An output folder that `encode --shard-range` filled.")],
+    format: Format = "text",
+) -> None:
+    """Write the final index, once all ranges of a run have filled their shards."""
+    from kimik3_prep import terminal
+
+    with _exit_codes(format):
+        from kimik3_prep import ranges
+
+        with terminal.ProgressReporter(False) as reporter:
+            summary = ranges.finish(path, reporter)
+        _tell(summary, reporter.warnings, "", format)
         raise typer.Exit(1 if summary.failed else 0)
 
 

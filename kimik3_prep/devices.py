@@ -22,10 +22,11 @@ def auto_backend() -> str:
     return "gpu" if torch.cuda.is_available() else "cpu"
 
 
-def find_devices(device: str | None, where: str) -> tuple[str, ...]:
+def find_devices(device: str | None, where: str, elsewhere: bool = False) -> tuple[str, ...]:
     """The torch devices that `--device` names: `cuda` is every visible one, a shard each.
 
     device: cuda, cuda:N, mps, cpu, or None for cuda. where: what asks for a device, for the problem's place.
+    elsewhere: the work is done on other machines, and a CUDA device need not be here.
     Raises InputError when there is no such device, or when this Pillow resizes in another way than the kernels.
     """
     asked = device or "cuda"
@@ -36,6 +37,8 @@ def find_devices(device: str | None, where: str) -> tuple[str, ...]:
     _check_pillow()
     import torch
 
+    if match[1] == "cuda" and elsewhere:
+        return ("cuda",)
     if match[1] == "cpu":
         return ("cpu",)
     if match[1] == "mps":

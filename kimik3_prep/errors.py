@@ -38,6 +38,9 @@ ItemErrorCode = Literal[
     "bad_features",  # a locally preprocessed tensor that breaks the contract
 ]
 
+#: What to do where Ray is missing.
+INSTALL_RAY = "pip install 'kimik3-prep[ray]'"
+
 
 @dataclass(frozen=True, slots=True)
 class Problem:

@@ -6,10 +6,12 @@ Only files that this package wrote are ever removed, in an order that a kill at 
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
-from kimik3_prep.disk import LOCK_NAME, disk_errors, sync, write_whole
+from kimik3_prep.disk import LOCK_NAME, LOCKS, claim, disk_errors, hold, sync, write_whole
 from kimik3_prep.errors import InputError, PlanMismatch, Problem
 from kimik3_prep.plan import fingerprint
 from kimik3_prep.shards import FORMAT
@@ -70,7 +72,8 @@ def foreign_entries(layout: Layout) -> list[str]:
     """Names in a folder without a run record, but for those that a run killed before its record leaves."""
     if not layout.root.is_dir():
         return []
-    return sorted({entry.name for entry in layout.root.iterdir()} - {f"{layout.run.name}.tmp", LOCK_NAME})
+    names = {entry.name for entry in layout.root.iterdir()} - {f"{layout.run.name}.tmp"}
+    return sorted(name for name in names if not LOCKS.fullmatch(name))
 
 
 def clear_output(layout: Layout) -> None:
@@ -104,11 +107,40 @@ def uncommit(layout: Layout, names: Iterable[str]) -> None:
         sync(layout.root)
 
 
-def sweep(layout: Layout) -> None:
-    """Remove the unfinished files of a run that was killed. Only for the holder of the folder."""
+def sweep(layout: Layout, shards: bool = True) -> None:
+    """Remove the unfinished files of a run that was killed. Only for the holder of the folder.
+
+    shards: not for a range, whose neighbours are filling theirs. What a living process writes stays in any case.
+    """
     with disk_errors(layout.root):
         for name in OURS_IN_ROOT:
             (layout.root / f"{name}.tmp").unlink(missing_ok=True)
-        for path in layout.shards.glob("*.tmp") if layout.shards.is_dir() else ():
+        for path in layout.shards.glob("*.tmp") if shards and layout.shards.is_dir() else ():
             if OURS.fullmatch(path.name):
-                path.unlink()
+                _unlink_unless_held(path)
+
+
+def clear_shard(layout: Layout, name: str, patience: float) -> None:
+    """Remove what the worker of a shard leaves when it is ended; it may take so many seconds to die."""
+    lock = layout.root / f"{LOCK_NAME}-{name}"
+    if not lock.exists():
+        return
+    try:
+        with disk_errors(layout.root), hold(lock, patience):
+            for path in (layout.shard(name), layout.shard_index(name)):
+                path.with_name(f"{path.name}.tmp").unlink(missing_ok=True)
+    except InputError:
+        return  # it lives: the next run waits for it
+
+
+def _unlink_unless_held(path: Path) -> None:
+    if path.is_symlink():  # nobody of ours writes through one
+        return path.unlink()
+    try:
+        descriptor = claim(path)
+    except BlockingIOError:
+        return
+    try:
+        path.unlink(missing_ok=True)
+    finally:
+        os.close(descriptor)

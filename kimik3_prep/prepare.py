@@ -19,7 +19,7 @@ import pyarrow.compute as pc
 
 from kimik3_prep import __version__
 from kimik3_prep.check import Checked, Reporter, Settings, check
-from kimik3_prep.disk import LOCK_NAME, only_run
+from kimik3_prep.disk import locks, only_run
 from kimik3_prep.errors import ItemError, Problem, RunError, TooManyFailures
 from kimik3_prep.folder import check_folder, open_run, sweep
 from kimik3_prep.images import codec_versions
@@ -58,10 +58,10 @@ def prepare(settings: Settings, reporter: Reporter) -> RunSummary:
     """
     checked = check(settings, reporter)
     layout = Layout(settings.output)
-    facts = _facts(settings, checked)
-    finished = check_folder(layout) is not None and layout.index.is_file() and not (layout.root / LOCK_NAME).exists()
+    facts = facts_of(settings, checked)
+    finished = check_folder(layout) is not None and layout.index.is_file() and not locks(layout.root)
     if finished and not settings.overwrite and not settings.retry_failed:
-        open_run(layout, facts, _versions(), overwrite=False)  # compares, and writes nothing: the disk may be read-only
+        open_run(layout, facts, versions(), overwrite=False)  # compares, and writes nothing: the disk may be read-only
         return summarize(layout, skipped=-1)
     with only_run(layout.root):
         return _run(settings, checked, layout, facts, reporter)
@@ -69,7 +69,7 @@ def prepare(settings: Settings, reporter: Reporter) -> RunSummary:
 
 def _run(settings: Settings, checked: Checked, layout: Layout, facts: dict[str, Any], reporter: Reporter) -> RunSummary:
     base = checked.manifest.base if settings.index_only else None
-    open_run(layout, facts, _versions(), settings.overwrite, base)
+    open_run(layout, facts, versions(), settings.overwrite, base)
     sweep(layout)
     if not layout.plan.is_file():
         write_plan(layout, plan(settings, checked, reporter))
@@ -81,13 +81,13 @@ def _run(settings: Settings, checked: Checked, layout: Layout, facts: dict[str, 
         write_index(layout, [], [planned_table(rows) for rows in read_plan(layout)], run_metadata(facts))
         return summarize(layout)
     checked = checked.without_items()  # the plan is read from disk from here on, a piece at a time
-    skipped = _fill(settings, checked, layout, facts, reporter)
-    _merge(layout, run_metadata(facts))
-    _tell_of_orientations(layout, settings.exif, reporter)
+    skipped = fill(settings, checked, layout, facts, reporter)
+    merge(layout, run_metadata(facts))
+    tell_of_orientations(layout, settings.exif, reporter)
     return summarize(layout, skipped)
 
 
-def _facts(settings: Settings, checked: Checked) -> dict[str, Any]:
+def facts_of(settings: Settings, checked: Checked) -> dict[str, Any]:
     """Everything that decides output bytes."""
     return {
         "format": FORMAT,
@@ -121,15 +121,16 @@ def run_metadata(facts: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _versions() -> dict[str, str]:
+def versions() -> dict[str, str]:
+    """The versions of what makes the files, for the run record."""
     from importlib.metadata import version
 
     return {"kimik3_prep": __version__} | {name: version(name) for name in ("torch", "numpy", "pyarrow", "safetensors")}
 
 
-def _fill(settings: Settings, checked: Checked, layout: Layout, facts: dict[str, Any], reporter: Reporter) -> int:
-    """Run the shard jobs that are not committed yet; returns how many were."""
-    from kimik3_prep.engines import run_local
+def fill(settings: Settings, checked: Checked, layout: Layout, facts: dict[str, Any], reporter: Reporter) -> int:
+    """Run the shard jobs, of the range where there is one, that are not committed yet; returns how many were."""
+    from kimik3_prep.engines import run_local, run_ray
     from kimik3_prep.memory import Room
     from kimik3_prep.pixels_cpu import lost_levels
     from kimik3_prep.work import Control, Stopped
@@ -137,10 +138,10 @@ def _fill(settings: Settings, checked: Checked, layout: Layout, facts: dict[str,
     if lost := lost_levels(checked.config, settings.dtype):
         what = f"with this image_mean and image_std {settings.dtype} merges {lost} of the 256 levels of a channel"
         reporter.warn(Problem("--dtype", what, "float32 or uint8 for lossless storage", severity="warning"))
-    pending, patches, done, failures = _survey(layout)
+    pending, patches, done, failures = _survey(settings, layout)
     _warn_of_a_full_disk(layout, settings.dtype, patches * 3 * checked.config.patch_size**2, reporter)
     limit = _FailureLimit(0 if settings.on_error == "fail" else settings.max_failures, failures)
-    control = Control(item_timeout=settings.item_timeout)
+    control = Control(item_timeout=settings.item_timeout, most_failures=limit.left())
     if settings.memory is not None:
         control.room = Room(settings.memory)
 
@@ -150,17 +151,21 @@ def _fill(settings: Settings, checked: Checked, layout: Layout, facts: dict[str,
             control.stop.set()
 
     control.on_item = on_item
-    control.note = lambda text: reporter.warn(Problem("--batch-bytes", text, severity="warning"))
+    control.note = lambda where, text: reporter.warn(Problem(where, text, severity="warning"))
     limit.check()
     reporter.phase("images", pending)
+    jobs = _jobs(settings, checked, layout, facts)
+    if settings.engine == "ray":
+        results = run_ray(jobs, settings.workers, settings.ray, control)
+    else:
+        results = run_local(jobs, settings.workers, max(2, len(checked.devices)), control)
     try:
-        for _ in run_local(
-            _jobs(settings, checked, layout, facts), settings.workers, max(2, len(checked.devices)), control
-        ):
+        for _ in results:
             pass
     except Stopped:
         limit.check()
         raise RunError("the run was stopped") from None
+    limit.check()  # the last item may have been the one too many
     return done
 
 
@@ -173,7 +178,7 @@ def _jobs(settings: Settings, checked: Checked, layout: Layout, facts: dict[str,
         for group in GROUPS
     }
     devices = itertools.cycle(checked.devices or ("cpu",))
-    for name, rows in split_shards(read_plan(layout)):
+    for name, rows in planned(layout, settings.shard_range):
         if name is not None and not layout.committed(name):
             shard = shard_plan(name, rows)
             yield ShardJob(
@@ -189,10 +194,24 @@ def _jobs(settings: Settings, checked: Checked, layout: Layout, facts: dict[str,
             )
 
 
-def _survey(layout: Layout) -> tuple[int, int, int, int]:
+def planned(layout: Layout, shard_range: tuple[int, int] | None = None) -> Iterator[tuple[str | None, pa.Table]]:
+    """The plan's shards and their rows, None for the rows that failed while planning.
+
+    shard_range: `(i, n)` keeps every n-th shard from the i-th on. It counts the shards of the plan, committed or not,
+    so n ranges never share one, whenever each of them begins.
+    """
+    number = 0
+    for name, rows in split_shards(read_plan(layout)):
+        if name is not None:
+            number += 1
+        if name is None or shard_range is None or (number - shard_range[0]) % shard_range[1] == 0:
+            yield name, rows
+
+
+def _survey(settings: Settings, layout: Layout) -> tuple[int, int, int, int]:
     """`(images to do, their patches, shards committed, rows that failed already)`."""
     pending = patches = done = failures = 0
-    for name, rows in split_shards(read_plan(layout)):
+    for name, rows in planned(layout, settings.shard_range):
         if name is None:
             failures += rows.num_rows
         elif layout.committed(name):
@@ -216,7 +235,7 @@ def _warn_of_a_full_disk(layout: Layout, dtype: str, levels: int, reporter: Repo
     reporter.warn(Problem(str(layout.root), what, hint=hint, severity="warning"))
 
 
-def _tell_of_orientations(layout: Layout, exif: str, reporter: Reporter) -> None:
+def tell_of_orientations(layout: Layout, exif: str, reporter: Reporter) -> None:
     """Engines differ in what they do with an EXIF orientation, so nobody should be surprised by it. Not for TIFF."""
     index = read_index(layout.index, ["exif_orientation", "format"])
     rows = pc.and_(pc.greater(index["exif_orientation"], 1), pc.not_equal(index["format"], "TIFF"))
@@ -237,6 +256,10 @@ class _FailureLimit:
         self._last: ItemError | None = None
         self._lock = threading.Lock()
 
+    def left(self) -> int | None:
+        """How many more items may fail."""
+        return None if self._most is None else max(0, self._most - self._failed)
+
     def exceeded_by(self, error: ItemError) -> bool:
         with self._lock:
             self._failed += 1
@@ -254,11 +277,11 @@ class _FailureLimit:
         )
 
 
-def _merge(layout: Layout, metadata: dict[str, Any]) -> None:
+def merge(layout: Layout, metadata: dict[str, Any]) -> None:
     """Write the final index from the shard indexes and the rows that never got into a shard."""
     names: list[str] = []
     failed: list[pa.Table] = []
-    for name, rows in split_shards(read_plan(layout)):
+    for name, rows in planned(layout):
         if name is None:
             failed.append(index_table(rows, {}))
         else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -50,6 +51,26 @@ class RunSummary:
     shards: int
     skipped: int
     index_only: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class RangeSummary:
+    """What a range of a run has made; rows that failed while planning are in no range.
+
+    committed, planned: shards of the whole run. failures, skipped: as in `RunSummary`.
+    """
+
+    output: Path
+    shard_range: str
+    rows: int
+    ok: int
+    failed: int
+    failures: tuple[tuple[int, str, str, str], ...]
+    shards: int
+    size: int
+    skipped: int
+    committed: int
+    planned: int
 
 
 _FAILURE = ["line", "id", "error_code", "error_message"]
@@ -102,6 +123,30 @@ def summarize(layout: Layout, skipped: int = 0) -> RunSummary:
         shards=len(shards),
         skipped=skipped,
         index_only=index_only,
+    )
+
+
+def summarize_range(
+    layout: Layout, shard_range: tuple[int, int], planned: Sequence[str], mine: Sequence[str], skipped: int
+) -> RangeSummary:
+    """Totals of a range whose shards, `mine` among all that are `planned`, are committed."""
+    tables = [
+        read_index(layout.shard_index(name), [*_FAILURE, "status"]).replace_schema_metadata(None) for name in mine
+    ]
+    failed = [table.filter(pc.equal(table["status"], "failed")) for table in tables]
+    rows, lost = (sum(table.num_rows for table in some) for some in (tables, failed))
+    return RangeSummary(
+        output=layout.root,
+        shard_range=f"{shard_range[0]}/{shard_range[1]}",
+        rows=rows,
+        ok=rows - lost,
+        failed=lost,
+        failures=_failures(pa.concat_tables(failed)) if failed else (),
+        shards=len(mine),
+        size=sum(layout.shard(name).stat().st_size for name in mine),
+        skipped=skipped,
+        committed=sum(map(layout.committed, planned)),
+        planned=len(planned),
     )
 
 

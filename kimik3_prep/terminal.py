@@ -28,7 +28,7 @@ from kimik3_prep.config import Diagnosis
 from kimik3_prep.errors import InputError, PrepError, Problem, RunError
 
 if TYPE_CHECKING:  # it brings pyarrow, which takes longer to import than a config to check
-    from kimik3_prep.summary import PlanSummary, RunSummary
+    from kimik3_prep.summary import PlanSummary, RangeSummary, RunSummary
 
 _EVERY = 5.0  # seconds between progress lines where there is no terminal
 _MOST_PROBLEMS = 50
@@ -260,11 +260,16 @@ def print_diagnosis(diagnosis: Diagnosis) -> None:
         print_problem(problem)
 
 
-def print_summary(summary: PlanSummary | RunSummary, dtype: str) -> None:
-    """What a run came to, or what it would come to."""
-    from kimik3_prep.summary import PlanSummary
+def print_summary(summary: PlanSummary | RangeSummary | RunSummary, dtype: str) -> None:
+    """What a run or a range of one came to, or what a run would come to."""
+    from kimik3_prep.summary import PlanSummary, RangeSummary
 
-    print_plan(summary, dtype) if isinstance(summary, PlanSummary) else print_run(summary)
+    if isinstance(summary, PlanSummary):
+        print_plan(summary, dtype)
+    elif isinstance(summary, RangeSummary):
+        print_range(summary)
+    else:
+        print_run(summary)
 
 
 def print_run(summary: RunSummary) -> None:
@@ -281,6 +286,19 @@ def print_run(summary: RunSummary) -> None:
     if summary.index_only:
         return say(out, f"the index of it, without features, in {summary.output}")
     say(out, f"{counted(summary.shards, 'shard')}, {size_text(summary.size)}, in {summary.output}")
+
+
+def print_range(summary: RangeSummary) -> None:
+    """What a range of a run came to, and how far the run is."""
+    if summary.skipped:
+        was = "was" if summary.skipped == 1 else "were"
+        say(out, f"Resumed: {counted(summary.skipped, 'shard')} {was} committed before.")
+    print_failures(summary.failures, summary.failed, ", all in the indexes of the shards")
+    items = f"{summary.ok:,} of {counted(summary.rows, 'item')} ok, {summary.failed:,} failed"
+    say(out, f"range {summary.shard_range}: {counted(summary.shards, 'shard')}, {size_text(summary.size)}; {items}")
+    say(out, f"{summary.committed:,} of the run's {counted(summary.planned, 'shard')} are in {summary.output}")
+    if summary.committed == summary.planned:
+        say(out, f"All shards are there: `kimik3-prep finish {summary.output}` writes the index.")
 
 
 def print_plan(summary: PlanSummary, dtype: str) -> None:

@@ -17,7 +17,7 @@ import pyarrow as pa
 import xxhash
 from pyarrow import parquet
 
-from kimik3_prep.disk import LOCK_NAME
+from kimik3_prep.disk import locks
 from kimik3_prep.errors import InputError, ItemError, Problem
 from kimik3_prep.plan import canonical_json, split_shards
 from kimik3_prep.prepare import run_metadata
@@ -219,7 +219,7 @@ class _Run:
     def _extra(self, planned: set[str] | None) -> Iterator[Finding]:
         """Files with names of ours that no finished run has. Files of others are nobody's business."""
         left = f"delete it, or {_AGAIN}: if its run was killed, that cleans up"
-        for name in (LOCK_NAME, *(f"{name}.tmp" for name in OURS_IN_ROOT)):
+        for name in (*(path.name for path in locks(self.layout.root)), *(f"{name}.tmp" for name in OURS_IN_ROOT)):
             if (self.layout.root / name).exists():
                 yield Finding(name, None, "is left of a run that was killed, or that goes on now", left)
         for path in sorted(self.layout.shards.glob("*")):

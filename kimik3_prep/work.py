@@ -83,15 +83,18 @@ class Control:
     """How a run watches its jobs and stops them: lives in the driver, shared by the threads of a local engine.
 
     on_item: called from worker threads after each stored image: source pixels, stored bytes, its error or None.
-    note: called with a sentence a person should see. item_timeout: seconds for reading and decoding one image.
-    room: memory for decoded images.
+    note: called with an option and a sentence about it that a person should see.
+    item_timeout: seconds for reading and decoding one image. room: memory for decoded images.
+    most_failures: for an engine whose jobs run elsewhere, where `on_item` is called late: a job that has more failed
+    items than this stops by itself; None: no limit.
     """
 
     on_item: Callable[[int, int, ItemError | None], None] = lambda pixels, size, error: None
-    note: Callable[[str], None] = lambda text: None
+    note: Callable[[str, str], None] = lambda where, text: None
     stop: threading.Event = field(default_factory=threading.Event)
     item_timeout: float = DEFAULT_ITEM_TIMEOUT
     room: Room = field(default_factory=lambda: Room(available_memory() // 2))
+    most_failures: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,7 +232,8 @@ def _fill_on_device(job: ShardJob, writer: ShardWriter, images: Executor, contro
         else:
             results[item.row] = _store(item, decoded, [patches.cpu()], writer, control)
 
-    batches = Batches(_backend(job.device, job.config, job.dtype), job.batch_bytes, emit, control.note)
+    note = functools.partial(control.note, "--batch-bytes")
+    batches = Batches(_backend(job.device, job.config, job.dtype), job.batch_bytes, emit, note)
     for item, future in _ahead(images, load, job.shard.items):
         try:
             decoded, loaded = future.result()

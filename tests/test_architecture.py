@@ -28,7 +28,7 @@ FLOORS = (
     ("resample", "pixels_cpu", "pixels_device", "local", "compute", "devices", "reading", "features", "training"),
     ("work",),
     ("engines",),
-    ("check", "planning", "prepare", "verify", "recompute", "inspection", "pictures", "sheets", "gathering"),
+    ("check", "planning", "prepare", "ranges", "verify", "recompute", "inspection", "pictures", "sheets", "gathering"),
     ("terminal", "findings", "cli"),
 )
 ORDER = [module for floor in FLOORS for module in floor]

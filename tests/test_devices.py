@@ -37,6 +37,14 @@ def test_devices(device: str | None, found: tuple[str, ...], monkeypatch: pytest
     assert find_devices(device, "--backend gpu") == found
 
 
+def test_a_device_of_other_machines_need_not_be_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend_cuda(monkeypatch, 0)
+    for device, found in ((None, "cuda"), ("cuda:1", "cuda"), ("cpu", "cpu")):
+        assert find_devices(device, "--backend gpu", elsewhere=True) == (found,)
+    with pytest.raises(InputError, match="no device"):
+        find_devices("tpu", "--backend gpu", elsewhere=True)
+
+
 @pytest.mark.parametrize("device", ["gpu", "cuda:x", "cuda:-1", "cpu:1", "mps:0", "tpu"])
 def test_what_is_no_device(device: str) -> None:
     with pytest.raises(InputError, match="is no device"):

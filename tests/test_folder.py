@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 from test_store import FACTS, VERSIONS, commit, item, planned, tree
 
+from kimik3_prep.disk import claim
 from kimik3_prep.errors import InputError, PlanMismatch
-from kimik3_prep.folder import clear_output, open_run, uncommit
+from kimik3_prep.folder import clear_output, open_run, sweep, uncommit
 from kimik3_prep.plan import fingerprint
 from kimik3_prep.store import Layout, read_run
 
@@ -40,8 +41,9 @@ def test_the_same_settings_resume_and_other_versions_are_no_other_settings(layou
 def test_a_run_that_was_killed_while_writing_its_record_starts_anew(layout: Layout) -> None:
     layout.root.mkdir()
     (layout.root / "run.json.tmp").write_text('{"form')
+    (layout.root / ".lock-3-of-8").touch()
     open_run(layout, FACTS, VERSIONS, overwrite=False)
-    assert os.listdir(layout.root) == ["run.json"]
+    assert sorted(os.listdir(layout.root)) == [".lock-3-of-8", "run.json"]
 
 
 def test_other_settings_are_named_each_with_old_and_new(layout: Layout) -> None:
@@ -165,3 +167,21 @@ def test_commits_are_taken_back_index_first(layout: Layout, monkeypatch: pytest.
     endings = ["cpu-00000.parquet", "cpu-00002.parquet", "cpu-00000.safetensors", "cpu-00002.safetensors"]
     assert removed == ["index.parquet", *endings]
     assert sorted(tree(layout.root)) == ["run.json", "shards/cpu-00001.parquet", "shards/cpu-00001.safetensors"]
+
+
+def test_a_sweep_takes_what_nobody_writes_any_more(layout: Layout) -> None:
+    layout.shards.mkdir(parents=True)
+    names = ["cpu-00000.safetensors.tmp", "cpu-00001.parquet.tmp", "cpu-00002.safetensors.tmp", "notes.tmp"]
+    for name in names:
+        (layout.shards / name).touch()
+    (layout.shards / "cpu-00003.parquet.tmp").symlink_to("nowhere")
+    (layout.root / "plan.parquet.tmp").touch()
+    sweep(layout, shards=False)
+    assert len(os.listdir(layout.shards)) == 5
+    assert os.listdir(layout.root) == ["shards"]
+    living = claim(layout.shards / names[2])
+    sweep(layout)
+    assert sorted(os.listdir(layout.shards)) == names[2:]
+    os.close(living)
+    sweep(layout)
+    assert os.listdir(layout.shards) == ["notes.tmp"]

@@ -283,6 +283,16 @@ def test_on_error_fail_stops_and_keeps_what_is_committed(mixed: Path, tmp_path: 
     assert tree(tmp_path / "out") == tree(tmp_path / "whole")
 
 
+def test_the_last_item_may_be_the_one_too_many(tmp_path: Path) -> None:
+    for name in "ab":
+        picture(50, 40).save(tmp_path / f"{name}.png")
+    os.truncate(tmp_path / "b.png", 200)
+    manifest = write_manifest(tmp_path / "m.jsonl", [{"image": "a.png"}, {"image": "b.png"}])
+    with pytest.raises(TooManyFailures, match="--on-error fail"):
+        encode(manifest, tmp_path / "out", on_error="fail")
+    assert not (tmp_path / "out" / "index.parquet").exists()
+
+
 def test_max_failures(mixed: Path, tmp_path: Path) -> None:
     with pytest.raises(TooManyFailures, match="--max-failures 2"):
         encode(mixed, tmp_path / "out", max_failures=2)

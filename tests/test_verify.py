@@ -130,6 +130,8 @@ def other_run(root: Path) -> None:
         (lambda root: (root / "index.parquet").write_bytes(b"PAR1"), "index.parquet", "not an index"),
         (lambda root: (root / "plan.parquet").unlink(), "plan.parquet", "not a plan"),
         (lambda root: (root / ".lock").touch(), ".lock", "killed"),
+        (lambda root: (root / ".lock-2-of-3").touch(), ".lock-2-of-3", "killed"),
+        (lambda root: (root / ".lock-gpu-00001").touch(), ".lock-gpu-00001", "killed"),
         (
             lambda root: (root / "shards/cpu-00001.safetensors.tmp").touch(),
             "shards/cpu-00001.safetensors.tmp",
