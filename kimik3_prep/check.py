@@ -16,6 +16,7 @@ from kimik3_prep.errors import InputError, Problem
 from kimik3_prep.fields import show
 from kimik3_prep.images import DEFAULT_MAX_PIXELS
 from kimik3_prep.manifest import ITEM_SCHEMA, Manifest, read_manifest, resolve
+from kimik3_prep.mirror import staging_folder
 from kimik3_prep.remote import parent, protocol_problem, scheme
 from kimik3_prep.threads import DEFAULT_ITEM_TIMEOUT
 
@@ -25,7 +26,7 @@ class Settings:
     """What `encode` was asked to do. `_facts` says which of these decide output bytes; the others never do."""
 
     manifest: str
-    output: Path
+    output: Path  # where files are written
     config: str | None = None
     backend: Literal["auto", "cpu", "gpu"] = "auto"
     dtype: str = "float32"
@@ -44,6 +45,7 @@ class Settings:
     overwrite: bool = False
     retry_failed: bool = False
     image_root: Path | None = None
+    store: str | None = None  # URL that they go to then
 
 
 class Reporter(Protocol):
@@ -78,6 +80,23 @@ def default_output(manifest: str) -> Path:
     name = manifest.partition("?")[0] if scheme(manifest) else manifest
     name = "manifest" if manifest == "-" else Path(name).name.removesuffix(".gz")
     return Path(f"{Path(name).stem}-features")
+
+
+def destination(output: str | None, staging: Path | None, manifest: str) -> tuple[Path, str | None]:
+    """Where files are written, and the URL they go to then, None where they stay. Raises InputError."""
+    protocol = scheme(output or "")
+    if output is None or protocol is None:
+        if staging is not None:
+            hint = "give --output a URL, or leave it out"
+            raise InputError([Problem("--staging", "is for an output in an object store", hint=hint)])
+        return (default_output(manifest) if output is None else Path(output)), None
+    if problem := protocol_problem(protocol, output):
+        raise InputError([problem])
+    if protocol in ("http", "https"):
+        hint = "s3://, gs://, or the protocol of another store"
+        raise InputError([Problem(output, "a web server takes no files", "a folder or an object store", hint)])
+    url = output.rstrip("/")
+    return staging or staging_folder(url), url
 
 
 def default_workers() -> int:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -35,7 +35,7 @@ class PlanSummary:
 class RunSummary:
     """What a finished run holds, read from its index. `failures`: `(line, id, code, message)`, the first ones."""
 
-    output: Path
+    output: str
     rows: int
     ok: int
     failed: int
@@ -76,16 +76,20 @@ def summarize_plan(table: pa.Table, patch_size: int) -> PlanSummary:
     )
 
 
-def summarize(layout: Layout, skipped: int = 0) -> RunSummary:
-    """Totals of a finished run. `skipped`: shards that were committed before; -1 when all of the run was."""
+def summarize(layout: Layout, skipped: int = 0, sizes: Sequence[int] | None = None) -> RunSummary:
+    """Totals of a finished run. `skipped`: shards that were committed before; -1 when all of the run was.
+
+    sizes: of all shards in bytes, where they do not lie in the folder.
+    """
     columns = [*_FAILURE, "status", "shard", "row", "patch_count", "num_tokens"]
     table = read_index(layout.index, columns)
     failed = table.filter(pc.equal(table["status"], "failed"))
     ok = table.filter(pc.equal(table["status"], "ok"))
     stored = ok.group_by(["shard", "row"]).aggregate([("patch_count", "min")])
-    shards = layout.committed_shards()
+    if sizes is None:
+        sizes = [path.stat().st_size for path in layout.committed_shards()]
     return RunSummary(
-        output=layout.root,
+        output=layout.name,
         rows=table.num_rows,
         ok=ok.num_rows,
         failed=failed.num_rows,
@@ -93,8 +97,8 @@ def summarize(layout: Layout, skipped: int = 0) -> RunSummary:
         images=stored.num_rows,
         patches=pc.sum(stored["patch_count_min"]).as_py() or 0,
         tokens=pc.sum(ok["num_tokens"]).as_py() or 0,
-        size=sum(path.stat().st_size for path in shards),
-        shards=len(shards),
+        size=sum(sizes),
+        shards=len(sizes),
         skipped=skipped,
     )
 

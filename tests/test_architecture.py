@@ -24,7 +24,7 @@ FLOORS = (
     ("threads", "grid", "levels", "disk", "remote", "config_rules", "config"),
     ("fields", "manifest"),
     ("spans", "plan"),
-    ("sources", "images", "shards", "store", "folder", "summary"),
+    ("sources", "images", "shards", "store", "folder", "mirror", "summary"),
     ("resample", "pixels_cpu", "pixels_device", "local", "devices", "reading", "features", "training"),
     ("work",),
     ("engines",),
@@ -48,7 +48,7 @@ OF_TORCH = {"resample", "pixels_cpu", "pixels_device", "local", "work", "recompu
 FRONT_DOOR = {"features"}
 
 #: Where foreign exceptions of any kind are caught, to be translated.
-SEAMS = {("sources", "foreign_errors"), ("remote", "_asked"), ("threads", "_work"), ("cli", "_exit_codes")}
+SEAMS = {("sources", "foreign_errors"), ("remote", "asked"), ("threads", "_work"), ("cli", "_exit_codes")}
 
 MODULES = {path.stem: ast.parse(path.read_text(encoding="utf-8")) for path in sorted(PACKAGE.rglob("*.py"))}
 
