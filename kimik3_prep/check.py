@@ -17,6 +17,7 @@ from kimik3_prep.errors import INSTALL_RAY, InputError, Problem
 from kimik3_prep.fields import show
 from kimik3_prep.images import DEFAULT_MAX_PIXELS
 from kimik3_prep.manifest import ITEM_SCHEMA, Manifest, read_manifest, resolve
+from kimik3_prep.mirror import staging_folder
 from kimik3_prep.remote import parent, protocol_problem, scheme
 from kimik3_prep.threads import DEFAULT_ITEM_TIMEOUT
 
@@ -26,7 +27,7 @@ class Settings:
     """What `encode` was asked to do. `facts_of` says which of these decide output bytes; the others never do."""
 
     manifest: str
-    output: Path
+    output: Path  # where files are written
     config: str | None = None
     backend: Literal["auto", "cpu", "gpu"] = "auto"
     dtype: str = "float32"
@@ -46,6 +47,7 @@ class Settings:
     overwrite: bool = False
     retry_failed: bool = False
     image_root: Path | None = None
+    store: str | None = None  # URL that they go to then
     index_only: bool = False
     engine: Literal["local", "ray"] = "local"
     ray_address: str | None = None
@@ -89,6 +91,23 @@ def default_output(manifest: str) -> Path:
     name = manifest.partition("?")[0] if scheme(manifest) else manifest
     name = "manifest" if manifest == "-" else Path(name).name.removesuffix(".gz")
     return Path(f"{Path(name).stem}-features")
+
+
+def destination(output: str | None, staging: Path | None, manifest: str) -> tuple[Path, str | None]:
+    """Where files are written, and the URL they go to then, None where they stay. Raises InputError."""
+    protocol = scheme(output or "")
+    if output is None or protocol is None:
+        if staging is not None:
+            hint = "give --output a URL, or leave it out"
+            raise InputError([Problem("--staging", "is for an output in an object store", hint=hint)])
+        return (default_output(manifest) if output is None else Path(output)), None
+    if problem := protocol_problem(protocol, output):
+        raise InputError([problem])
+    if protocol in ("http", "https"):
+        hint = "s3://, gs://, or the protocol of another store"
+        raise InputError([Problem(output, "a web server takes no files", "a folder or an object store", hint)])
+    url = output.rstrip("/")
+    return staging or staging_folder(url), url
 
 
 def default_workers() -> int:
@@ -140,9 +159,15 @@ def _odd_settings(settings: Settings) -> Iterator[Problem]:
         yield Problem("--ray-address", "says which Ray to use", hint="add --engine ray")
     if settings.shard_range is not None:
         hint = "leave one of the two out"
-        for option, used in (("--overwrite", settings.overwrite), ("--retry-failed", settings.retry_failed)):
+        whole = (settings.overwrite, settings.retry_failed, settings.index_only)
+        for option, used in zip(("--overwrite", "--retry-failed", "--index-only"), whole, strict=True):
             if used:
                 yield Problem(option, "concerns the whole folder, and --shard-range a part of it", hint=hint)
+    elsewhere = settings.engine == "ray" and settings.ray != "local"
+    if settings.store is not None and (settings.shard_range is not None or elsewhere):
+        option = "--shard-range" if settings.shard_range is not None else "--ray-address"
+        hint = "write to a folder that all machines share, and copy it there"
+        yield Problem(option, "has no staging folder that all its machines see for an output at a URL", hint=hint)
 
 
 def _who_asks_for_a_device(settings: Settings, manifest: Manifest, backend: str) -> str | None:

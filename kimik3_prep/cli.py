@@ -185,7 +185,11 @@ def encode(
         str | None, typer.Option(help="preprocessor_config.json, its folder, or kimi-k3. Default: beside the manifest.")
     ] = None,
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="Output folder. Default: <manifest>-features.")
+        str | None, typer.Option("--output", "-o", help="Output folder, or s3://… Default: <manifest>-features.")
+    ] = None,
+    staging: Annotated[
+        Path | None,
+        typer.Option(help="Where shards for a URL are made. Default: in the temporary folder."),
     ] = None,
     backend: Annotated[
         Literal["auto", "cpu", "gpu"], typer.Option(help="For rows that choose none; auto is gpu where CUDA is.")
@@ -257,9 +261,11 @@ def encode(
         from kimik3_prep import prepare as run
         from kimik3_prep.plan import parse_size
 
+        folder, store = check.destination(output, staging, manifest)
         settings = check.Settings(
             manifest=manifest,
-            output=output or check.default_output(manifest),
+            output=folder,
+            store=store,
             config=config,
             backend=backend,
             dtype=dtype,

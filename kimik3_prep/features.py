@@ -26,6 +26,7 @@ import torch
 from kimik3_prep.errors import FailedItem, InputError, Problem
 from kimik3_prep.levels import level_table
 from kimik3_prep.reading import Ints, Key, StoredRun
+from kimik3_prep.remote import refuse
 
 _FLOATS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -115,6 +116,7 @@ class FeatureStore:
         raw: bool = False,
         images: str | PathLike[str] | None = None,
     ) -> None:
+        refuse(path)
         self.path = Path(path).absolute()  # a worker may stand in another folder
         self._images = None if images is None else Path(images).absolute()
         self._run = StoredRun(self.path, self._images)

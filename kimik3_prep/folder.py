@@ -17,6 +17,9 @@ from kimik3_prep.plan import fingerprint
 from kimik3_prep.shards import FORMAT
 from kimik3_prep.store import OURS, OURS_IN_ROOT, Layout, read_run
 
+#: In a folder that only stages what goes to an object store: the URL of that.
+STAGED_NAME = ".staged"
+
 
 def check_folder(layout: Layout) -> dict[str, Any] | None:
     """The run record of the folder, None for a new one. Raises InputError where something of others lies; no writes."""
@@ -52,7 +55,11 @@ def open_run(
         return
     hint = "use the same settings, another --output, or --overwrite to start anew"
     changed = [
-        Problem(f"{layout.run}: {name}", f"this run was started with {old!r}, now it is {new!r}", hint=hint)
+        Problem(
+            f"{layout.name}/{layout.run.name}: {name}",
+            f"this run was started with {old!r}, now it is {new!r}",
+            hint=hint,
+        )
         for name, old, new in _differences(record["facts"], facts)
     ]
     if changed:
@@ -72,7 +79,7 @@ def foreign_entries(layout: Layout) -> list[str]:
     """Names in a folder without a run record, but for those that a run killed before its record leaves."""
     if not layout.root.is_dir():
         return []
-    names = {entry.name for entry in layout.root.iterdir()} - {f"{layout.run.name}.tmp"}
+    names = {entry.name for entry in layout.root.iterdir()} - {f"{layout.run.name}.tmp", STAGED_NAME}
     return sorted(name for name in names if not LOCKS.fullmatch(name))
 
 

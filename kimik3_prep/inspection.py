@@ -10,6 +10,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from kimik3_prep.errors import InputError, Problem
+from kimik3_prep.remote import refuse
 from kimik3_prep.shards import Shard, open_shard
 from kimik3_prep.store import INDEX_SCHEMA, Layout, read_index, read_plan, read_run
 from kimik3_prep.summary import histogram
@@ -22,6 +23,7 @@ _MOST_FAILURES = 50
 
 def inspect(path: Path) -> dict[str, Any]:
     """A JSON-ready description; `kind` is shard, index or output. Raises InputError for anything else."""
+    refuse(path)
     if path.is_dir():
         return _output(path)
     if path.is_file() and path.suffix == ".safetensors":

@@ -9,6 +9,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from kimik3_prep import mirror
 from kimik3_prep.check import Checked, Reporter, Settings
 from kimik3_prep.errors import ItemError
 from kimik3_prep.folder import uncommit
@@ -125,5 +126,7 @@ def replan(settings: Settings, checked: Checked, layout: Layout, reporter: Repor
         return
     table = plan(settings, checked, reporter, _Earlier(rows, ~stored))
     after = dict(split_shards(iter([table])))
-    uncommit(layout, [n for n, old in before.items() if n in faulty or n not in after or not old.equals(after[n])])
+    anew = [n for n, old in before.items() if n in faulty or n not in after or not old.equals(after[n])]
+    uncommit(layout, anew)
+    mirror.take_back(layout, anew)
     write_plan(layout, table)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from kimik3_prep import __version__
+from kimik3_prep import __version__, mirror
 from kimik3_prep.check import Checked, Reporter, Settings, check
 from kimik3_prep.disk import locks, only_run
 from kimik3_prep.errors import ItemError, Problem, RunError, TooManyFailures
@@ -57,34 +57,43 @@ def prepare(settings: Settings, reporter: Reporter) -> RunSummary:
     fails is a row of the index.
     """
     checked = check(settings, reporter)
-    layout = Layout(settings.output)
+    layout = Layout(settings.output, settings.store)
     facts = facts_of(settings, checked)
-    finished = check_folder(layout) is not None and layout.index.is_file() and not locks(layout.root)
+    record = None if layout.store else check_folder(layout)
+    finished = record is not None and layout.index.is_file() and not locks(layout.root)
     if finished and not settings.overwrite and not settings.retry_failed:
         open_run(layout, facts, versions(), overwrite=False)  # compares, and writes nothing: the disk may be read-only
         return summarize(layout, skipped=-1)
-    with only_run(layout.root):
-        return _run(settings, checked, layout, facts, reporter)
+    with mirror.staging(layout), only_run(layout.root):
+        summary = _run(settings, checked, layout, facts, reporter)
+        mirror.leave(layout)
+        return summary
 
 
 def _run(settings: Settings, checked: Checked, layout: Layout, facts: dict[str, Any], reporter: Reporter) -> RunSummary:
     base = checked.manifest.base if settings.index_only else None
+    mirror.join(layout, settings.overwrite)
     open_run(layout, facts, versions(), settings.overwrite, base)
     sweep(layout)
+    mirror.publish(layout, layout.run)
+    mirror.fetch(layout, settings.retry_failed)
     if not layout.plan.is_file():
         write_plan(layout, plan(settings, checked, reporter))
     elif settings.retry_failed:
         replan(settings, checked, layout, reporter)
     if layout.index.is_file():  # finished while this run waited to begin, or nothing had failed
-        return summarize(layout, skipped=-1)
+        return summarize(layout, -1, mirror.sizes(layout))
+    mirror.publish(layout, layout.plan)
+    skipped = 0
     if settings.index_only:
         write_index(layout, [], [planned_table(rows) for rows in read_plan(layout)], run_metadata(facts))
-        return summarize(layout)
-    checked = checked.without_items()  # the plan is read from disk from here on, a piece at a time
-    skipped = fill(settings, checked, layout, facts, reporter)
-    merge(layout, run_metadata(facts))
+    else:
+        checked = checked.without_items()  # the plan is read from disk from here on, a piece at a time
+        skipped = fill(settings, checked, layout, facts, reporter)
+        merge(layout, run_metadata(facts))
+    mirror.publish(layout, layout.index)
     tell_of_orientations(layout, settings.exif, reporter)
-    return summarize(layout, skipped)
+    return summarize(layout, skipped, mirror.sizes(layout))
 
 
 def facts_of(settings: Settings, checked: Checked) -> dict[str, Any]:
@@ -183,6 +192,7 @@ def _jobs(settings: Settings, checked: Checked, layout: Layout, facts: dict[str,
             shard = shard_plan(name, rows)
             yield ShardJob(
                 root=layout.root,
+                store=layout.store,
                 base=checked.manifest.base,
                 shard=shard,
                 form=form[shard.group],
@@ -226,6 +236,8 @@ def _survey(settings: Settings, layout: Layout) -> tuple[int, int, int, int]:
 def _warn_of_a_full_disk(layout: Layout, dtype: str, levels: int, reporter: Reporter) -> None:
     """A guess, so no error: others may free space meanwhile, and some file systems compress."""
     needed = levels * ITEM_BYTES[dtype]
+    if layout.store is not None:
+        return  # a shard is gone before the next but one begins
     if needed <= (free := shutil.disk_usage(layout.root).free):
         return
     hint = "the run stops when the disk is full, and the same command goes on once there is space"

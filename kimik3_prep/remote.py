@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
-from kimik3_prep.errors import Problem
+from kimik3_prep.errors import InputError, Problem
 
 #: How often anything is asked for. S3's own library asks up to five times each time it is asked (AWS_MAX_ATTEMPTS).
 ATTEMPTS = 4
@@ -70,6 +70,15 @@ def protocol_problem(protocol: str, where: str) -> Problem | None:
     return None
 
 
+def refuse(path: str | os.PathLike[str]) -> None:
+    """Raises InputError for what lies at a URL, where only a folder on this machine will do."""
+    text = os.fspath(path)
+    if (match := re.match(r"([A-Za-z][A-Za-z0-9+.-]+):/+", text)) and not os.path.exists(text):
+        url = f"{match[1]}://{text[match.end() :]}"
+        hint = f"`aws s3 cp --recursive {url} FOLDER`" if match[1] in _S3 else "with the store's own tools"
+        raise InputError([Problem(url, "lies in a store", "a folder on this machine", f"download it first: {hint}")])
+
+
 def parent(url: str) -> str:
     """The URL of the folder that holds what `url` names; what follows a `?` is no part of it."""
     head = url.partition("?")[0] if url.lower().startswith("http") else url
@@ -102,12 +111,12 @@ def read(url: str) -> bytes:
         # Asked for a whole object, s3fs asks for its size first, in a request of its own.
         return fs.cat_file(path, start=0) if scheme(url) in _S3 else fs.cat_file(path)
 
-    return bytes(_asked(url, question, empty=b""))
+    return bytes(asked(url, question, empty=b""))
 
 
 def exists(url: str) -> bool:
     """Whether there is an object of that name."""
-    return bool(_asked(url, lambda fs, path: fs.exists(path)))
+    return bool(asked(url, lambda fs, path: fs.exists(path)))
 
 
 def info(url: str) -> dict[str, Any]:
@@ -118,7 +127,7 @@ def info(url: str) -> dict[str, Any]:
         found: dict[str, Any] = fs.info(path)
         return found
 
-    return _asked(url, question)
+    return asked(url, question)
 
 
 class RemoteFile(io.RawIOBase):
@@ -217,7 +226,7 @@ class RemoteFile(io.RawIOBase):
 def _read_range(url: str, begin: int, count: int) -> bytes:
     if not count:
         return b""
-    return bytes(_asked(url, lambda fs, path: fs.cat_file(path, start=begin, end=begin + count), empty=b""))
+    return bytes(asked(url, lambda fs, path: fs.cat_file(path, start=begin, end=begin + count), empty=b""))
 
 
 # --- asking -------------------------------------------------------------------------------------------------------
@@ -250,8 +259,11 @@ def _file_system(url: str) -> tuple[Any, str]:
         return _shared[key], path
 
 
-def _asked(url: str, question: Callable[[Any, str], _T], empty: _T | None = None) -> _T:
-    """The answer of a URL's file system. `empty`: what to answer for a range that begins where the object ends."""
+def asked(url: str, question: Callable[[Any, str], _T], empty: _T | None = None) -> _T:
+    """The answer of a URL's file system to a `question` about it and the path there.
+
+    empty: what to answer for a range that begins where the object ends. Raises OSError.
+    """
     attempt, most = 1, ATTEMPTS_OF_S3 if scheme(url) in _S3 else ATTEMPTS
     while True:
         try:

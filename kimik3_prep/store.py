@@ -72,9 +72,19 @@ OURS_IN_ROOT = ("index.parquet", "plan.parquet", "run.json")
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """The paths inside an output folder."""
+    """The paths inside an output folder.
+
+    store: URL of the object store that the output goes to; then `root` only stages it, and a shard that was committed
+    there has left its index here and nothing else. See `mirror.py`.
+    """
 
     root: Path
+    store: str | None = None
+
+    @property
+    def name(self) -> str:
+        """Where the output is, for people."""
+        return self.store or str(self.root)
 
     @property
     def run(self) -> Path:
@@ -105,8 +115,8 @@ class Layout:
         return self.shards / f"{name}.parquet"
 
     def committed(self, name: str) -> bool:
-        """Whether the shard is complete on disk."""
-        return self.shard_index(name).is_file() and self.shard(name).is_file()
+        """Whether the shard is complete, on disk or in the store."""
+        return self.shard_index(name).is_file() and (self.store is not None or self.shard(name).is_file())
 
     def committed_shards(self) -> list[Path]:
         """The safetensors files of all complete shards, by name; whatever else lies there is not ours to count."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -39,7 +38,7 @@ class RunSummary:
     index_only: it has no shards; `patches` are those its items would have.
     """
 
-    output: Path
+    output: str
     rows: int
     ok: int
     failed: int
@@ -60,7 +59,7 @@ class RangeSummary:
     committed, planned: shards of the whole run. failures, skipped: as in `RunSummary`.
     """
 
-    output: Path
+    output: str
     shard_range: str
     rows: int
     ok: int
@@ -101,17 +100,21 @@ def summarize_plan(table: pa.Table, patch_size: int) -> PlanSummary:
     )
 
 
-def summarize(layout: Layout, skipped: int = 0) -> RunSummary:
-    """Totals of a finished run. `skipped`: shards that were committed before; -1 when all of the run was."""
+def summarize(layout: Layout, skipped: int = 0, sizes: Sequence[int] | None = None) -> RunSummary:
+    """Totals of a finished run. `skipped`: shards that were committed before; -1 when all of the run was.
+
+    sizes: of all shards in bytes, where they do not lie in the folder.
+    """
     columns = [*_FAILURE, "status", "shard", "row", "patch_count", "num_tokens"]
     table = read_index(layout.index, columns)
     failed = table.filter(pc.equal(table["status"], "failed"))
     ok = table.filter(pc.equal(table["status"], "ok"))
     stored = ok.filter(pc.is_valid(ok["shard"])).group_by(["shard", "row"]).aggregate([("patch_count", "min")])
-    shards = layout.committed_shards()
     index_only = ok.num_rows > 0 and stored.num_rows == 0
+    if sizes is None:
+        sizes = [path.stat().st_size for path in layout.committed_shards()]
     return RunSummary(
-        output=layout.root,
+        output=layout.name,
         rows=table.num_rows,
         ok=ok.num_rows,
         failed=failed.num_rows,
@@ -119,8 +122,8 @@ def summarize(layout: Layout, skipped: int = 0) -> RunSummary:
         images=stored.num_rows,
         patches=pc.sum(ok["patch_count"] if index_only else stored["patch_count_min"]).as_py() or 0,
         tokens=pc.sum(ok["num_tokens"]).as_py() or 0,
-        size=sum(path.stat().st_size for path in shards),
-        shards=len(shards),
+        size=sum(sizes),
+        shards=len(sizes),
         skipped=skipped,
         index_only=index_only,
     )
@@ -136,7 +139,7 @@ def summarize_range(
     failed = [table.filter(pc.equal(table["status"], "failed")) for table in tables]
     rows, lost = (sum(table.num_rows for table in some) for some in (tables, failed))
     return RangeSummary(
-        output=layout.root,
+        output=layout.name,
         shard_range=f"{shard_range[0]}/{shard_range[1]}",
         rows=rows,
         ok=rows - lost,

@@ -21,6 +21,7 @@ from kimik3_prep.disk import locks
 from kimik3_prep.errors import InputError, ItemError, Problem
 from kimik3_prep.plan import canonical_json, split_shards
 from kimik3_prep.prepare import run_metadata
+from kimik3_prep.remote import refuse
 from kimik3_prep.shards import METADATA_KEY, Shard, ShardFormat, open_shard
 from kimik3_prep.store import (
     INDEX_SCHEMA,
@@ -51,6 +52,7 @@ class Finding:
 
 def verify(root: Path) -> dict[str, Any]:
     """A JSON-ready report; `problems` is empty where all is as it was written. Raises InputError for other folders."""
+    refuse(root)
     layout = Layout(root)
     record = read_run(layout)
     if record is None:

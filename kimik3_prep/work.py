@@ -21,6 +21,7 @@ from kimik3_prep.images import Decoded, decode
 from kimik3_prep.local import cast_features, read_features
 from kimik3_prep.manifest import resolve
 from kimik3_prep.memory import Room, available_memory
+from kimik3_prep.mirror import commit_shard
 from kimik3_prep.pixels_cpu import TORCH_DTYPES, PatchMaker, rgb_pixels
 from kimik3_prep.pixels_device import Batches, DeviceBackend, Upload, upload
 from kimik3_prep.plan import PlannedItem, ShardPlan
@@ -37,8 +38,8 @@ _DECODED_AHEAD = 16
 class ShardJob:
     """Everything one shard needs, picklable.
 
-    base: folder that relative paths start from. turn: apply EXIF orientations. device and batch_bytes
-    (source pixels of a batch): gpu shards only.
+    store: URL that the shard is sent to once it is complete in `root`; None where it stays. base: folder that relative
+    paths start from. turn: apply EXIF orientations. device and batch_bytes (source pixels of a batch): gpu shards only.
     """
 
     root: Path
@@ -50,6 +51,7 @@ class ShardJob:
     turn: bool
     device: str
     batch_bytes: int
+    store: str | None = None
 
     def rule(self, item: PlannedItem) -> GridRule:
         """The grid rule of an item: the config's, unless its limit was lowered."""
@@ -125,7 +127,7 @@ def materialize_shard(job: ShardJob, images: Executor, control: Control) -> Shar
     A failed image is recorded and leaves no gap. Raises RunError when the disk fails and Stopped when asked to stop;
     then nothing of the shard stays behind.
     """
-    layout = Layout(job.root)
+    layout = Layout(job.root, job.store)
     items = job.shard.items
     fill = {"cpu": _fill_on_cpu, "gpu": _fill_on_device, "local": _fill_from_files}[job.shard.group]
     writer = ShardWriter(layout.shard(job.shard.name), job.form, len(items), job.shard.patches)
@@ -145,6 +147,7 @@ def materialize_shard(job: ShardJob, images: Executor, control: Control) -> Shar
     failed = table["error_code"].length() - table["error_code"].null_count
     patches = sum(item.patch_count for item in kept)
     size = layout.shard(job.shard.name).stat().st_size
+    commit_shard(layout, job.shard.name)
     return ShardResult(job.shard.name, table.num_rows - failed, failed, len(kept), patches, size)
 
 

@@ -10,8 +10,8 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-#: What spoils a request: a status to answer with, "hang" (for longer than anyone waits), "break" (half an answer), or
-#: a function to call before it is passed on. None passes it on.
+#: What spoils a request: a status to answer with, "hang" (for longer than anyone waits), "break" (half an
+#: answer), or "damage" (another last byte in what is sent). None passes it on.
 Fault = Callable[[str, str], int | str | None]
 
 
@@ -46,18 +46,25 @@ class Store:
     def put(self, key: str, content: bytes) -> None:
         self.client().put_object(Bucket="bucket", Key=key, Body=content)
 
-    def keys(self, prefix: str = "") -> dict[str, bytes]:
+    def names(self, prefix: str = "") -> list[str]:
+        """The keys of all objects below a prefix, without it."""
+        pages = self.client().get_paginator("list_objects_v2").paginate(Bucket="bucket", Prefix=prefix)
+        return [entry["Key"].removeprefix(prefix) for page in pages for entry in page.get("Contents", ())]
+
+    def objects(self, prefix: str = "") -> dict[str, bytes]:
         """All objects below a prefix."""
-        client, found = self.client(), {}
-        for page in client.get_paginator("list_objects_v2").paginate(Bucket="bucket", Prefix=prefix):
-            for entry in page.get("Contents", ()):
-                name = entry["Key"]
-                found[name.removeprefix(prefix)] = client.get_object(Bucket="bucket", Key=name)["Body"].read()
-        return found
+        client = self.client()
+        return {
+            name: client.get_object(Bucket="bucket", Key=prefix + name)["Body"].read() for name in self.names(prefix)
+        }
+
+    def sent(self) -> list[str]:
+        """The keys of all uploads, in order."""
+        return [key for verb, key, _ in self.asked if verb == "PUT"]
 
     def empty(self) -> None:
         client = self.client()
-        for name in list(self.keys()):
+        for name in self.names():
             client.delete_object(Bucket="bucket", Key=name)
         self.asked.clear()
 
@@ -88,6 +95,8 @@ def _handler(store: Store, backend: int) -> type[BaseHTTPRequestHandler]:
             if isinstance(fault, int):
                 self.answer(fault, [], b"")
                 return
+            if fault == "damage":
+                body = body[:-1] + bytes([body[-1] ^ 1])
             inner = http.client.HTTPConnection("127.0.0.1", backend)
             inner.request(self.command, self.path, body, dict(self.headers))
             response = inner.getresponse()

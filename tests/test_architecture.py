@@ -24,7 +24,7 @@ FLOORS = (
     ("threads", "memory", "grid", "levels", "disk", "remote", "config_rules", "config"),
     ("fields", "manifest", "records"),
     ("spans", "plan"),
-    ("sources", "images", "shards", "store", "folder", "summary"),
+    ("sources", "images", "shards", "store", "folder", "mirror", "summary"),
     ("resample", "pixels_cpu", "pixels_device", "local", "compute", "devices", "reading", "features", "training"),
     ("work",),
     ("engines",),
@@ -50,7 +50,7 @@ FRONT_DOOR = {"features"}
 #: Where foreign exceptions of any kind are caught, to be translated.
 SEAMS = {
     ("sources", "foreign_errors"),
-    ("remote", "_asked"),
+    ("remote", "asked"),
     ("threads", "_work"),
     ("recompute", "_load_processor"),
     ("cli", "_exit_codes"),

@@ -83,7 +83,7 @@ def test_totals_of_a_plan_and_of_its_run(tmp_path: Path) -> None:
         histogram=((16, 4),),
     )
     assert run(tmp_path, plan) == RunSummary(
-        output=tmp_path / "out",
+        output=str(tmp_path / "out"),
         rows=7,
         ok=6,
         failed=1,
