@@ -1,31 +1,19 @@
 """The command line: parse, call one function, print, exit code. No logic.
 
-Exit codes: 0 done; 1 finished, some items failed; 2 bad input, config or usage; 3 run-time failure; 130 interrupted,
-143 told to end (SIGTERM).
 Heavy modules are imported inside the commands, so that `--help` and `validate-config` start without them.
 """
 
 from __future__ import annotations
 
-import os
-import signal
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from types import FrameType
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 import typer
 
 from kimik3_prep import __version__
-from kimik3_prep.errors import InputError, PrepError, Problem
-
-if TYPE_CHECKING:
-    from kimik3_prep.summary import PlanSummary, RangeSummary, RunSummary
-
-    Summary = PlanSummary | RangeSummary | RunSummary
+from kimik3_prep.errors import InputError, Problem
+from kimik3_prep.process import exit_codes, run_command, tell
 
 app = typer.Typer(
     name="kimik3-prep",
@@ -36,70 +24,6 @@ app = typer.Typer(
 )
 
 Format = Annotated[Literal["text", "json"], typer.Option(help="JSON goes to stdout, progress and prose to stderr.")]
-
-
-def main() -> None:
-    """Entry point of the `kimik3-prep` command."""
-    _speak_utf8()
-    _occupy_standard_streams()
-    signal.signal(signal.SIGTERM, _terminate)
-    app()
-
-
-class _Terminated(KeyboardInterrupt):
-    """SIGTERM, as batch systems send it: the run ends as with Ctrl-C."""
-
-
-def _terminate(number: int, frame: FrameType | None) -> None:
-    raise _Terminated
-
-
-def _speak_utf8() -> None:
-    """Start again in UTF-8 mode where the locale has fewer letters than file names: Python sets that at its start."""
-    if sys.getfilesystemencoding() != "utf-8" and os.environ.get("PYTHONUTF8") != "1":
-        os.environ["PYTHONUTF8"] = "1"
-        os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
-
-
-def _occupy_standard_streams() -> None:
-    """A closed stdin, stdout or stderr must not become the number of a shard that a library's message goes into."""
-    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
-        pass
-    os.close(descriptor)
-
-
-@contextmanager
-def _exit_codes(format: str) -> Iterator[None]:
-    """Errors that this package raises on purpose end as a sentence and an exit code."""
-    from kimik3_prep import terminal
-
-    try:
-        yield
-    except PrepError as error:
-        if format == "json" and not isinstance(error, terminal.CannotPrint):
-            problems = [problem.as_dict() for problem in error.problems] if isinstance(error, InputError) else []
-            terminal.print_json({"status": "error", "message": str(error), "problems": problems})
-        else:
-            terminal.print_error(error)
-        raise typer.Exit(error.exit_code) from None
-    except KeyboardInterrupt as stop:
-        terminal.err.print("interrupted; committed shards stay valid, run the same command to continue")
-        raise typer.Exit(143 if isinstance(stop, _Terminated) else 130) from None
-    except typer.Exit:
-        raise
-    except Exception as error:  # noqa: BLE001  a fault of ours; nobody's answer should be a traceback
-        terminal.print_fault(error)
-        raise typer.Exit(3) from None
-
-
-def _tell(summary: Summary, warnings: list[Problem], dtype: str, format: str) -> None:
-    """What a command came to, as JSON with its warnings or in words."""
-    from kimik3_prep import terminal
-
-    if format == "json":
-        terminal.print_json({"status": "ok", **asdict(summary), "warnings": [each.as_dict() for each in warnings]})
-    else:
-        terminal.print_summary(summary, dtype)
 
 
 def _version(wanted: bool) -> None:
@@ -132,7 +56,7 @@ def validate_config(
     from kimik3_prep import terminal
     from kimik3_prep.config import diagnose, find_config, write_fixed_copy
 
-    with _exit_codes(format):
+    with exit_codes(format):
         diagnosis = diagnose(find_config(config))
         restored = write_fixed_copy(diagnosis, write_fixed) if write_fixed else None
         if format == "json":
@@ -166,7 +90,7 @@ def manifest(
     """Make a manifest of a folder of images, or of a list whose rows name images."""
     from kimik3_prep import findings, gathering, terminal
 
-    with _exit_codes(format):
+    with exit_codes(format):
         if format == "json" and output is None:
             raise InputError([Problem("--format json", "standard output is the manifest's", hint="add --output FILE")])
         wishes = gathering.Wishes(
@@ -254,12 +178,12 @@ def encode(
     format: Format = "text",
 ) -> None:
     """Encode a manifest of images into shards of pixel features."""
-    from kimik3_prep import terminal
 
-    with _exit_codes(format):
+    with exit_codes(format):
         from kimik3_prep import check, ranges  # inside: these imports take a second, in which Ctrl-C may be pressed
         from kimik3_prep import prepare as run
         from kimik3_prep.plan import parse_size
+        from kimik3_prep.progress import ProgressReporter
 
         folder, store = check.destination(output, staging, manifest)
         settings = check.Settings(
@@ -291,9 +215,9 @@ def encode(
             shard_range=None if shard_range is None else ranges.parse_range(shard_range),
         )
         work = run.dry_run if dry_run else ranges.prepare_range if settings.shard_range else run.prepare
-        with terminal.ProgressReporter(progress) as reporter:
+        with ProgressReporter(progress) as reporter:
             summary = work(settings, reporter)
-        _tell(summary, reporter.warnings, dtype, format)
+        tell(summary, reporter.warnings, dtype, format)
         raise typer.Exit(1 if summary.failed else 0)
 
 
@@ -303,14 +227,14 @@ def finish(
     format: Format = "text",
 ) -> None:
     """Write the final index, once all ranges of a run have filled their shards."""
-    from kimik3_prep import terminal
 
-    with _exit_codes(format):
+    with exit_codes(format):
         from kimik3_prep import ranges
+        from kimik3_prep.progress import ProgressReporter
 
-        with terminal.ProgressReporter(False) as reporter:
+        with ProgressReporter(False) as reporter:
             summary = ranges.finish(path, reporter)
-        _tell(summary, reporter.warnings, "", format)
+        tell(summary, reporter.warnings, "", format)
         raise typer.Exit(1 if summary.failed else 0)
 
 
@@ -333,7 +257,7 @@ def inspect(
     """Show what lies in a shard, an index or an output folder."""
     from kimik3_prep import findings, inspection, sheets, terminal
 
-    with _exit_codes(format):
+    with exit_codes(format):
         if (id or grid) and render is None:
             option, what = ("--id", "chooses what to render") if id else ("--grid", "marks what is rendered")
             raise InputError([Problem(option, what, hint="add --render FOLDER")])
@@ -371,7 +295,7 @@ def verify(
     """Prove that an output folder holds what its run says; exit 1 where it does not."""
     from kimik3_prep import findings, terminal
 
-    with _exit_codes(format):
+    with exit_codes(format):
         from kimik3_prep import verify as proof
 
         if against_source or processor is not None:
@@ -384,6 +308,11 @@ def verify(
             report["problems"] += report.pop("differences")
         terminal.print_json(report) if format == "json" else findings.print_verification(report)
         raise typer.Exit(1 if report["problems"] else 0)
+
+
+def main() -> None:
+    """Entry point of the `kimik3-prep` command."""
+    run_command(app)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from kimik3_prep.images import Decoded, decode
 from kimik3_prep.local import cast_features, read_features
 from kimik3_prep.pixels_cpu import TORCH_DTYPES, write_patches
 from kimik3_prep.plan import PlannedItem
-from kimik3_prep.sources import foreign_errors, read_file
+from kimik3_prep.sources import Stamp, foreign_errors, read_file
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,25 +32,28 @@ class Recipe:
         return cls(config, TORCH_DTYPES[facts["dtype"]], facts["max_pixels"], facts["exif"] == "apply")
 
 
-def features(item: PlannedItem, source: str, recipe: Recipe) -> tuple[torch.Tensor, str]:
+def features(item: PlannedItem, source: str, recipe: Recipe, planned: Stamp | None = None) -> tuple[torch.Tensor, str]:
     """`[L, 3, p, p]` of the recipe's dtype, and the hash of the encoded bytes. `source` is the item's, resolved.
 
+    planned: the stamp of the file that was planned; another one is refused.
     Raises ItemError where the image cannot be read, or is not the one that was planned.
     """
     config = recipe.config
     if not item.grid.new_w:  # features made elsewhere
         content, content_hash = read_file(source)
         return cast_features(read_features(content, item.grid.thw, config), config, recipe.dtype), content_hash
-    decoded = planned_image(item, source, recipe)
+    decoded = planned_image(item, source, recipe, planned)
     out = torch.empty((item.patch_count, 3, config.patch_size, config.patch_size), dtype=recipe.dtype)
     with foreign_errors():
         write_patches(decoded.image, item.grid, config, out)
     return out, decoded.content_hash
 
 
-def planned_image(item: PlannedItem, source: str, recipe: Recipe) -> Decoded:
-    """The item's image decoded. Raises ItemError also where it has another size now."""
-    decoded = decode(source, recipe.max_pixels, turn=recipe.turn)
-    if decoded.image.size != (item.width, item.height):
-        raise ItemError("source_changed", f"the image is {decoded.image.width} x {decoded.image.height} pixels")
-    return decoded
+def planned_image(item: PlannedItem, source: str, recipe: Recipe, planned: Stamp | None = None) -> Decoded:
+    """The item's image decoded. Raises ItemError also where it has another size now, or another stamp."""
+    try:
+        return decode(source, recipe.max_pixels, planned, recipe.turn, (item.width, item.height))
+    except ItemError as error:
+        if error.code == "size_mismatch":
+            raise ItemError("source_changed", error.message) from error
+        raise

@@ -22,9 +22,10 @@ from kimik3_prep.disk import LOCK_NAME, hold
 from kimik3_prep.errors import INSTALL_RAY, InputError, ItemError, PrepError, Problem, RunError
 from kimik3_prep.folder import clear_shard
 from kimik3_prep.images import codec_versions
+from kimik3_prep.jobs import Control, ShardJob, ShardResult
 from kimik3_prep.store import Layout
-from kimik3_prep.threads import ImageThreads
-from kimik3_prep.work import Control, ShardJob, ShardResult, Stopped, materialize_shard, start_worker
+from kimik3_prep.threads import ImageThreads, Stopped
+from kimik3_prep.work import materialize_shard, start_worker
 
 
 def run_local(jobs: Iterable[ShardJob], workers: int, in_flight: int, control: Control) -> Iterator[ShardResult]:

@@ -234,7 +234,7 @@ class FeatureStore:
 
     def content_hashes(self, ids: Iterable[Key]) -> list[str]:
         """`sha256:<hex>` of each item's encoded bytes, the identity SGLang caches by."""
-        return [str(self.table["content_hash"][row]) for row in self._ready(ids)]
+        return [self._run.content_hash(row) for row in self._ready(ids)]
 
     # --- pixels -------------------------------------------------------------------------------------------------
 

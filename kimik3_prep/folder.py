@@ -14,6 +14,7 @@ from typing import Any
 from kimik3_prep.disk import LOCK_NAME, LOCKS, claim, disk_errors, hold, sync, write_whole
 from kimik3_prep.errors import InputError, PlanMismatch, Problem
 from kimik3_prep.plan import fingerprint
+from kimik3_prep.remote import scheme
 from kimik3_prep.shards import FORMAT
 from kimik3_prep.store import OURS, OURS_IN_ROOT, Layout, read_run
 
@@ -38,7 +39,8 @@ def open_run(
 ) -> None:
     """Make the output folder ready: new, resumed, or cleared. `facts` is everything that decides output bytes.
 
-    base: the folder that image paths start from, recorded for readers that will need the images.
+    base: the folder that image paths start from, recorded, as the way from the output folder, for readers that will
+    need the images; where the run has moved it is recorded anew.
 
     Raises InputError where the folder holds something else, PlanMismatch naming each fact that differs.
     """
@@ -46,12 +48,10 @@ def open_run(
     if record is not None and overwrite:
         clear_output(layout)
         record = None
+    way = {} if base is None else {"base": _way(layout, base)}
     if record is None:
         record = {"format": FORMAT, "fingerprint": fingerprint(facts), "facts": facts, "versions": dict(versions)}
-        if base is not None:
-            record["base"] = base
-        text = json.dumps(record, indent=2, sort_keys=True, ensure_ascii=False) + "\n"
-        write_whole(layout.run, lambda path: path.write_text(text, encoding="utf-8"))
+        _write_record(layout, record | way)
         return
     hint = "use the same settings, another --output, or --overwrite to start anew"
     changed = [
@@ -64,6 +64,25 @@ def open_run(
     ]
     if changed:
         raise PlanMismatch(changed)
+    if record | way != record:
+        _write_record(layout, record | way)
+
+
+def _write_record(layout: Layout, record: Mapping[str, Any]) -> None:
+    text = json.dumps(record, indent=2, sort_keys=True, ensure_ascii=False) + "\n"
+    write_whole(layout.run, lambda path: path.write_text(text, encoding="utf-8"))
+
+
+def _way(layout: Layout, base: str) -> str:
+    """From the output folder to the images, so that both can move together; a URL is the same from everywhere."""
+    if scheme(base) or layout.store is not None:
+        return base
+    return os.path.relpath(os.path.realpath(base), os.path.realpath(layout.root))
+
+
+def beneath_run(layout: Layout, base: str) -> str:
+    """The folder that the `base` of a run record names."""
+    return base if scheme(base) else os.path.normpath(os.path.join(os.path.realpath(layout.root), base))
 
 
 def _differences(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any, Any]]:

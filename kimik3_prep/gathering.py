@@ -161,8 +161,11 @@ class _Lines:
 
     def _read_size(self, path: str) -> dict[str, int]:
         try:
-            header = probe(path)
+            header, turned = probe(path), probe(path, turn=True)
         except ItemError:
+            self.found.sizes_unknown += 1
+            return {}
+        if header.width != turned.width:  # whether the image is turned is for `encode` to say: it reads this one again
             self.found.sizes_unknown += 1
             return {}
         return {"width": header.width, "height": header.height}

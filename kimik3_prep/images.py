@@ -115,25 +115,30 @@ def probe(source: str, max_pixels: int = DEFAULT_MAX_PIXELS, turn: bool = False,
         if hash:
             file, content_hash = hashed(file, stamp)
         image = _identify(file, max_pixels)
-        width, height = image.size
-        if turn and _header_orientation(image, file) in _SIDEWAYS:
-            width, height = height, width
-        return Probe(width, height, image.mode, str(image.format), stamp, content_hash)
+        return Probe(*_size(image, file, turn), image.mode, str(image.format), stamp, content_hash)
 
 
 def decode(
-    source: str, max_pixels: int = DEFAULT_MAX_PIXELS, planned: Stamp | None = None, turn: bool = False
+    source: str,
+    max_pixels: int = DEFAULT_MAX_PIXELS,
+    planned: Stamp | None = None,
+    turn: bool = False,
+    size: tuple[int, int] | None = None,
 ) -> Decoded:
     """Read, hash and decode a resolved `source`. Raises ItemError; RunError where no file can be opened any more.
 
     planned: the stamp the probe saw; a file that has changed since is refused before it is decoded.
     turn: turn the image by its EXIF orientation, as Pillow's `exif_transpose` does. TIFF is turned by Pillow always.
+    size: width and height there is room for; an image of another size is refused before it is decoded.
     """
     with foreign_errors(), opened(source, whole=True) as (file, stamp):
         if planned is not None and stamp is not None and stamp != planned:
             raise ItemError("source_changed", f"the file changed after it was planned ({planned} then, {stamp} now)")
         encoded, content_hash = hashed(file, stamp)
         image = _identify(encoded, max_pixels)
+        if size is not None and (found := _size(image, encoded, turn)) != size:
+            turned = " as its EXIF orientation turns it" if turn and found != image.size else ""
+            raise ItemError("size_mismatch", f"the image is {found[0]} x {found[1]} pixels{turned}")
         # Pillow turns a TIFF on load and forgets the tag.
         tiff = image.tag_v2 if isinstance(image, TiffImagePlugin.TiffImageFile) else None
         orientation = _orientation(tiff.get(_EXIF_ORIENTATION)) if tiff is not None else None
@@ -183,6 +188,12 @@ def _claim_pillow(max_pixels: int) -> None:
     first = warnings.filters[0] if warnings.filters else None
     if first is None or first[0] != "ignore" or getattr(first[3], "pattern", None) != _PILLOW_MODULES:
         warnings.filterwarnings("ignore", module=_PILLOW_MODULES)
+
+
+def _size(image: ImageFile.ImageFile, file: BinaryIO, turn: bool) -> tuple[int, int]:
+    """Width and height as they will be once the image is loaded, and turned if it is to be."""
+    width, height = image.size
+    return (height, width) if turn and _header_orientation(image, file) in _SIDEWAYS else (width, height)
 
 
 def _header_orientation(image: ImageFile.ImageFile, file: BinaryIO) -> int | None:

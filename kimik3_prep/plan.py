@@ -53,12 +53,15 @@ PLAN_SCHEMA = pa.schema(
 class PlannedItem:
     """One stored image and where its patches go: `pixel_values[patch_start : patch_start + patch_count]`.
 
-    width, height: pixels, of the header where `probed`, else of the manifest; 0 for local items that give none.
-    in_patch_limit: what the config's was lowered to for this image; None where it was not.
+    also: other names that rows give it. mode: of the header, None where none was read. width, height: pixels, of the
+    header where `probed`, else of the manifest; 0 for local items that give none. in_patch_limit: what the config's was
+    lowered to for this image; None where it was not.
     """
 
     image: str
+    also: tuple[str, ...]
     content_hash: str | None
+    mode: str | None
     width: int
     height: int
     probed: bool
@@ -138,8 +141,10 @@ def make_plan(
         "error_message": pa.array(headers.error_message, pa.string()),
     }
     columns["in_patch_limit"] = pa.array(limits, mask=failed | (limits == 0))
-    if any(headers.content_hash):
-        columns["content_hash"] = pa.array(headers.content_hash, pa.string())
+    if any(headers.content_hash):  # measured where the bytes were read, else what the row promises
+        measured = pa.array(headers.content_hash, pa.string()).take(pa.array(of_row))
+        hashes = pc.coalesce(measured, items["content_hash"].combine_chunks())
+        items = items.set_column(items.schema.get_field_index("content_hash"), "content_hash", hashes)
     for index, name in enumerate(GRID_FIELDS):
         columns[name] = pa.array(grids[:, index].copy(), mask=failed if index > 3 else ~resized_here)
     items = _taken(items, order)
@@ -168,17 +173,19 @@ def _grids(
     sized = np.flatnonzero(wanted & ~local)
     # Photographs come in few sizes: each one's grid is computed once.
     sizes, inverse = np.unique(headers.width[sized] << 32 | headers.height[sized], return_inverse=True)
+    unfit: list[int] = []
     by_size = np.zeros((len(sizes), len(GRID_FIELDS) + 1), np.int64)
     for number, size in enumerate(sizes):
         width, height = int(size) >> 32, int(size) & 0xFFFFFFFF
         limit = rule.in_patch_limit if max_tokens is None else rule.limit_within(width, height, max_tokens)
         if limit is None:
-            for span in sized[inverse == number].tolist():
-                headers.fail(span, ItemError("too_many_tokens", f"no scale brings it down to {max_tokens:,} tokens"))
+            unfit.append(number)
             continue
         grid = replace(rule, in_patch_limit=limit).grid(width, height)
         fields = (grid.new_w, grid.new_h, grid.pad_w, grid.pad_h, grid.rows, grid.cols, grid.tokens)
         by_size[number] = (*fields, limit if limit < rule.in_patch_limit else 0)
+    for span in sized[np.isin(inverse, unfit)].tolist():
+        headers.fail(span, ItemError("too_many_tokens", f"no scale brings it down to {max_tokens:,} tokens"))
     grids[sized], limits[sized] = by_size[inverse, :-1], by_size[inverse, -1]
     given = np.flatnonzero(wanted & local)
     for span, (_, rows, cols) in zip(
@@ -241,23 +248,38 @@ def shard_plan(name: str, rows: pa.Table) -> ShardPlan:
     numbers = rows["row"].to_numpy()
     first = np.flatnonzero(np.diff(numbers, prepend=-1))
     stored = rows.take(pa.array(first)).to_pylist()
-    items = tuple(
-        PlannedItem(
-            image=row["image"],
-            content_hash=row["content_hash"],
-            width=row["width"] or 0,
-            height=row["height"] or 0,
-            probed=row["format"] is not None,
-            source_size=row["source_size"],
-            source_mtime_ns=row["source_mtime_ns"],
-            grid=Grid(*(row[field] or 0 for field in GRID_FIELDS)),
-            in_patch_limit=row["in_patch_limit"],
-            row=row["row"],
-            patch_start=row["patch_start"],
-        )
-        for row in stored
-    )
+    also: dict[int, tuple[str, ...]] = {}
+    if len(first) < len(numbers):
+        repeats = np.setdiff1d(np.arange(len(numbers)), first)
+        images = rows["image"].take(pa.array(repeats)).to_pylist()
+        for row, image in zip(numbers[repeats].tolist(), images, strict=True):
+            if image not in (stored[row]["image"], *also.get(row, ())):
+                also[row] = (*also.get(row, ()), image)
+    items = tuple(_planned_item(row, also.get(row["row"], ())) for row in stored)
     return ShardPlan(name, name.rpartition("-")[0], items, rows)
+
+
+def one_item(row: pa.Table) -> PlannedItem:
+    """The stored image of one plan row that has not failed."""
+    return _planned_item(row.to_pylist()[0], ())
+
+
+def _planned_item(row: dict[str, Any], also: tuple[str, ...]) -> PlannedItem:
+    return PlannedItem(
+        image=row["image"],
+        also=also,
+        content_hash=row["content_hash"],
+        mode=row["mode"],
+        width=row["width"] or 0,
+        height=row["height"] or 0,
+        probed=row["format"] is not None,
+        source_size=row["source_size"],
+        source_mtime_ns=row["source_mtime_ns"],
+        grid=Grid(*(row[field] or 0 for field in GRID_FIELDS)),
+        in_patch_limit=row["in_patch_limit"],
+        row=row["row"],
+        patch_start=row["patch_start"],
+    )
 
 
 def parse_size(text: str, option: str = "size") -> int:

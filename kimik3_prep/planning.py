@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import dataclass
 
 import numpy as np
@@ -38,7 +39,7 @@ def plan(settings: Settings, checked: Checked, reporter: Reporter, earlier: _Ear
     wanted = np.ones(len(spans.first_row), bool)
     if earlier is not None:
         wanted = earlier.anew[spans.first_row]
-        headers.recall(earlier.rows.take(pa.array(spans.first_row)), ~wanted)
+        headers.recall(earlier.rows.take(pa.array(spans.first_row)), ~wanted, settings.dedupe == "content")
     _read_headers(settings, checked.manifest, spans, wanted, headers, reporter)
     if settings.dedupe == "content":
         spans, headers = join_equal(spans, headers)
@@ -71,7 +72,8 @@ def _read_headers(
         with limited():
             return probe(resolve(image, manifest.base), settings.max_pixels, settings.exif == "apply", content)
 
-    with ImageThreads(settings.workers, "header", settings.item_timeout) as pool:
+    stop = threading.Event()
+    with ImageThreads(settings.workers, "header", settings.item_timeout, stop) as pool:
         try:
             for begin in range(0, len(wanted), _WINDOW):
                 window = wanted[begin : begin + _WINDOW]
@@ -87,6 +89,7 @@ def _read_headers(
                         _keep(headers, span, header, row["content_hash"])
                         reporter.advance(1, header.width * header.height, 0, 0)
         except BaseException:
+            stop.set()
             pool.shutdown(wait=False, cancel_futures=True)
             raise
 

@@ -38,9 +38,10 @@ from kimik3_prep.store import (
     write_plan,
 )
 from kimik3_prep.summary import PlanSummary, RunSummary, summarize, summarize_plan
+from kimik3_prep.threads import Stopped
 
 if TYPE_CHECKING:
-    from kimik3_prep.work import ShardJob
+    from kimik3_prep.jobs import ShardJob
 
 
 def dry_run(settings: Settings, reporter: Reporter) -> PlanSummary:
@@ -86,7 +87,8 @@ def _run(settings: Settings, checked: Checked, layout: Layout, facts: dict[str, 
     mirror.publish(layout, layout.plan)
     skipped = 0
     if settings.index_only:
-        write_index(layout, [], [planned_table(rows) for rows in read_plan(layout)], run_metadata(facts))
+        parts = [planned_table(rows, settings.dedupe == "content") for rows in read_plan(layout)]
+        write_index(layout, [], parts, run_metadata(facts))
     else:
         checked = checked.without_items()  # the plan is read from disk from here on, a piece at a time
         skipped = fill(settings, checked, layout, facts, reporter)
@@ -140,9 +142,9 @@ def versions() -> dict[str, str]:
 def fill(settings: Settings, checked: Checked, layout: Layout, facts: dict[str, Any], reporter: Reporter) -> int:
     """Run the shard jobs, of the range where there is one, that are not committed yet; returns how many were."""
     from kimik3_prep.engines import run_local, run_ray
+    from kimik3_prep.jobs import Control
     from kimik3_prep.memory import Room
     from kimik3_prep.pixels_cpu import lost_levels
-    from kimik3_prep.work import Control, Stopped
 
     if lost := lost_levels(checked.config, settings.dtype):
         what = f"with this image_mean and image_std {settings.dtype} merges {lost} of the 256 levels of a channel"
@@ -180,7 +182,7 @@ def fill(settings: Settings, checked: Checked, layout: Layout, facts: dict[str, 
 
 def _jobs(settings: Settings, checked: Checked, layout: Layout, facts: dict[str, Any]) -> Iterator[ShardJob]:
     """A job for each shard that is not committed yet."""
-    from kimik3_prep.work import ShardJob
+    from kimik3_prep.jobs import ShardJob
 
     form = {
         group: ShardFormat(settings.dtype, checked.config.patch_size, {**run_metadata(facts), "group": group})

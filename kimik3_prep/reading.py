@@ -10,7 +10,7 @@ import operator
 from bisect import bisect_left
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import Any, SupportsIndex
+from typing import TYPE_CHECKING, Any, SupportsIndex
 
 import numpy as np
 import numpy.typing as npt
@@ -18,11 +18,14 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from kimik3_prep.errors import FailedItem, InputError, ItemError, Problem, StoreError
-from kimik3_prep.grid import Grid
+from kimik3_prep.folder import beneath_run
 from kimik3_prep.manifest import resolve
-from kimik3_prep.plan import GRID_FIELDS, ITEM_BYTES, PlannedItem
+from kimik3_prep.plan import ITEM_BYTES, PlannedItem, one_item
 from kimik3_prep.shards import METADATA_KEY, SAFETENSORS_DTYPES, open_shard
 from kimik3_prep.store import Layout, read_index, read_plan, read_run
+
+if TYPE_CHECKING:
+    from kimik3_prep.sources import Stamp
 
 #: An item: its id, or its manifest row from 0 (negative: from the end).
 Key = str | SupportsIndex
@@ -159,30 +162,43 @@ class StoredRun:
         """The levels of an item, from its image. Raises FailedItem where that is not the one that was indexed."""
         from kimik3_prep.compute import features
 
-        base, recipe, images = self._recipe
-        told = self.values(row)
-        grid = Grid(*(told[name] or 0 for name in GRID_FIELDS))
-        size = told["width"] or 0, told["height"] or 0
-        item = PlannedItem(images[row].as_py(), None, *size, True, None, None, grid, told["in_patch_limit"], 0, 0)
+        base, recipe, planned = self._recipe
+        item = one_item(planned.slice(row, 1))
         try:
-            levels, content_hash = features(item, resolve(item.image, base), recipe)
-            if told["content_hash"] not in (None, content_hash):
+            levels, content_hash = features(item, resolve(item.image, base), recipe, _planned_stamp(item))
+            if item.content_hash not in (None, content_hash):
                 raise ItemError("content_hash_mismatch", f"the file's is {content_hash}")
         except ItemError as error:
-            raise FailedItem(error.code, error.message, told["id"], told["line"]) from error
+            raise self._failed(row, error) from error
         return np.asarray(levels.numpy())
 
+    def content_hash(self, row: int) -> str:
+        """`sha256:<hex>` of an item's encoded bytes; of an index-only run its source is read for it."""
+        from kimik3_prep.sources import read_file
+
+        told = self.table["content_hash"][row].as_py()
+        if told is not None:
+            return str(told)
+        base, _, planned = self._recipe
+        try:
+            return read_file(resolve(planned["image"][row].as_py(), base))[1]
+        except ItemError as error:
+            raise self._failed(row, error) from error
+
+    def _failed(self, row: int, error: ItemError) -> FailedItem:
+        return FailedItem(error.code, error.message, self.table["id"][row].as_py(), self.table["line"][row].as_py())
+
     @cached_property
-    def _recipe(self) -> tuple[str, Any, pa.ChunkedArray]:
-        """Where image paths start, how features are made, and the image of every row, data: URLs whole."""
+    def _recipe(self) -> tuple[str, Any, pa.Table]:
+        """Where image paths start, how features are made, and the plan in manifest order: it has data: URLs whole."""
         from kimik3_prep.compute import Recipe
 
         record = read_run(self.layout)
         if record is None or record["fingerprint"] != self._fingerprint or not (self._images or "base" in record):
             raise StoreError(f"{self.layout.run} is not that of {self.layout.index}, which has no features of its own")
-        plan = pa.concat_tables(part.select(["item", "image"]) for part in read_plan(self.layout))
-        images = plan.take(pc.sort_indices(plan["item"]))["image"]
-        return str(self._images or record["base"]), Recipe.of_run(record["facts"]), images
+        base = str(self._images) if self._images else beneath_run(self.layout, record["base"])
+        plan = pa.concat_tables(read_plan(self.layout))
+        return base, Recipe.of_run(record["facts"]), plan.take(pc.sort_indices(plan["item"]))
 
     def _open_shard(self, name: str) -> tuple[npt.NDArray[Any], Ints]:
         """pixel_values and grid_thws of a shard, mapped read-only."""
@@ -201,6 +217,14 @@ class StoredRun:
         if _stamp(self.layout.index) != self._stamp:  # a retry of failed items moves the others in their shard
             raise StoreError(f"{self.layout.index} is not the one that was read: the run was changed; open it anew")
         return np.asarray(shard.raw("pixel_values")), np.asarray(shard.raw("grid_thws"))
+
+
+def _planned_stamp(item: PlannedItem) -> Stamp | None:
+    from kimik3_prep.sources import Stamp
+
+    if item.source_size is None or item.source_mtime_ns is None:
+        return None
+    return Stamp(item.source_size, item.source_mtime_ns)
 
 
 def _stamp(path: Path) -> tuple[int, int, int] | None:

@@ -77,12 +77,18 @@ def against_source(
 
 
 def _check_base(layout: Layout, base: str) -> None:
-    """Raises InputError where images were named relative to a manifest that is elsewhere."""
+    """Raises InputError where images were named relative to a manifest that is elsewhere: none of them is here."""
+    missing = ""
     for rows in read_plan(layout):
-        for image in rows["image"].to_pylist():
-            if resolve(image, base) != resolve(image, "/") and not os.path.lexists(resolve(image, base)):
-                what = f"{show(image)} was named relative to the manifest's folder, and is not in this one"
-                raise InputError([Problem("--against-source", what, hint="add --manifest FILE")])
+        for image in rows.filter(pc.is_null(rows["error_code"]))["image"].to_pylist():
+            if resolve(image, base) == resolve(image, "/"):
+                continue
+            if os.path.lexists(resolve(image, base)):
+                return
+            missing = missing or image
+    if missing:
+        what = f"{show(missing)} was named relative to the manifest's folder, and is not in this one"
+        raise InputError([Problem("--against-source", what, hint="add --manifest FILE")])
 
 
 def _stored(layout: Layout, name: str) -> dict[int, dict[str, Any]]:
@@ -100,7 +106,7 @@ def _stored(layout: Layout, name: str) -> dict[int, dict[str, Any]]:
 def _compare(
     layout: Layout, told: dict[str, Any], item: PlannedItem, source: str, computers: list[Compute]
 ) -> list[Finding] | None:
-    """What differs of one image, of which the index tells; None where `verify` cannot open its shard."""
+    """What differs of one image, of which the index tells; None where nothing could be compared with it."""
     file = f"shards/{told['shard']}.safetensors"
     try:
         pixels = open_shard(layout.shard(told["shard"])).raw("pixel_values")
@@ -108,13 +114,15 @@ def _compare(
         return None
     begin = told["patch_start"]
     stored = np.ascontiguousarray(pixels[begin : begin + told["patch_count"]]).view(np.uint8).tobytes()
-    found = []
+    found: list[Finding] | None = None
     for compute in computers:
         try:
             if (again := compute(item, source)) is None:
                 continue
+            found = found or []
             values, content_hash = again
         except ItemError as error:
+            found = found or []
             found.append(Finding(file, told["id"], f"cannot be computed again: {error}", "restore the image"))
             continue
         if content_hash != told["content_hash"]:

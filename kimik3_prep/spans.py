@@ -63,12 +63,15 @@ class Headers:
             setattr(taken, name, column[spans] if isinstance(column, np.ndarray) else [column[n] for n in spans])
         return taken
 
-    def recall(self, rows: pa.Table, known: npt.NDArray[np.bool_]) -> None:
-        """Take over what an earlier plan knew of the `known` spans; `rows` has a plan row for each span."""
+    def recall(self, rows: pa.Table, known: npt.NDArray[np.bool_], measured: bool) -> None:
+        """Take over what an earlier plan knew of the `known` spans; `rows` has a plan row for each span.
+
+        measured: its content hashes are those of the bytes, not what the manifest promises.
+        """
         for name in ("width", "height", "source_size", "source_mtime_ns"):
             column: Ints = getattr(self, name)
             column[known] = pc.fill_null(rows[name], int(name.startswith("source")) * -1).to_numpy()[known]
-        for name in ("mode", "format", "content_hash"):
+        for name in ("mode", "format", *(["content_hash"] if measured else [])):
             values: list[str | None] = rows[name].to_pylist()
             setattr(self, name, [value if keep else None for value, keep in zip(values, known, strict=True)])
 
@@ -92,12 +95,16 @@ def join_equal(spans: Spans, headers: Headers) -> tuple[Spans, Headers]:
     Only within a group, and where the sizes agree: a row that promises a wrong one fails alone. A span whose bytes were
     not read (`content_hash` None) stays as it is.
     """
-    hashes = np.array([value or str(number) for number, value in enumerate(headers.content_hash)], dtype=np.str_)
-    _, equal = np.unique(hashes, return_inverse=True)
-    key = np.stack([spans.groups, headers.width, headers.height, equal], axis=1)
-    _, some, of_span = np.unique(key, axis=0, return_index=True, return_inverse=True)
-    of_span = of_span.reshape(-1)
-    first_row = np.full(len(some), np.iinfo(np.int64).max)
+    codes = pa.array(headers.content_hash, pa.string()).dictionary_encode().indices
+    alone = pc.is_null(codes).to_numpy(zero_copy_only=False)
+    content = pc.fill_null(codes, 0).to_numpy().astype(np.int64)
+    content[alone] = len(content) + np.flatnonzero(alone)
+    columns = (content, headers.height, headers.width, spans.groups)
+    order = np.lexsort(columns)
+    fresh = np.any([np.diff(column[order], prepend=column[order[:1]] - 1) != 0 for column in columns], axis=0)
+    of_span = np.empty(len(order), np.int64)
+    of_span[order] = np.cumsum(fresh) - 1
+    first_row = np.full(int(fresh.sum()), np.iinfo(np.int64).max)
     np.minimum.at(first_row, of_span, spans.first_row)
     first = spans.of_row[first_row]  # the old span of each new one's first row
     joined = Spans(of_span[spans.of_row].astype(np.int64), first_row, spans.groups[first])
@@ -118,6 +125,9 @@ def _identity(items: pa.Table, groups: pa.Array, base: str) -> pa.Array:
         pc.fill_null(pc.cast(items[name].combine_chunks(), pa.large_string()), "")
         for name in ("content_hash", "width", "height")
     ]
+    if pc.any(pc.is_valid(items["grid_thw"])).as_py():
+        grids = [None if grid is None else str(grid) for grid in items["grid_thw"].to_pylist()]
+        text.append(pc.fill_null(pa.array(grids, pa.large_string()), ""))
     return pc.binary_join_element_wise(
         pc.cast(groups, pa.large_string()), sources, *text, pa.scalar("\x00", pa.large_string())
     )

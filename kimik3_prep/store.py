@@ -63,6 +63,7 @@ _GRID = ("grid_h", "grid_w", "num_tokens", "new_width", "new_height", "pad_width
 _PLACE = ("shard", "patch_count", *_GRID)
 _ROW_GROUP = 65_536
 _HELD_BYTES = 256 << 20  # of shard indexes while they are merged
+_MOST_IN_A_GROUP = 1 << 30  # bytes: a column of strings cannot hold twice as many
 _AT_ONCE = 16_384  # index rows that are Python objects at a time: one image may have a million rows
 
 #: The names that are ours to remove.
@@ -202,8 +203,16 @@ def index_table(rows: pa.Table, outcomes: Mapping[int, Outcome]) -> pa.Table:
     return pa.concat_tables([INDEX_SCHEMA.empty_table(), *(_index_part(part, outcomes) for part in parts)])
 
 
-def planned_table(rows: pa.Table) -> pa.Table:
-    """Index rows for plan rows of which nothing is stored: an index of grids and tokens (`--index-only`)."""
+def planned_table(rows: pa.Table, measured: bool) -> pa.Table:
+    """Index rows for plan rows of which nothing is stored: an index of grids and tokens (`--index-only`).
+
+    measured: the content hashes are those of the bytes, not what the manifest promises.
+    """
+    parts = (rows.slice(begin, _AT_ONCE) for begin in range(0, rows.num_rows, _AT_ONCE))
+    return pa.concat_tables([INDEX_SCHEMA.empty_table(), *(_planned_part(part, measured) for part in parts)])
+
+
+def _planned_part(rows: pa.Table, measured: bool) -> pa.Table:
     failed = pc.is_valid(rows["error_code"])
     columns: dict[str, Any] = {
         "status": pc.if_else(failed, "failed", "ok"),
@@ -211,7 +220,8 @@ def planned_table(rows: pa.Table) -> pa.Table:
         "backend": pc.if_else(pc.equal(rows["group"], "local"), None, rows["group"]),
         "grid_t": pc.if_else(failed, None, pa.scalar(1, pa.int64())),
     }
-    for name in ("shard", "row", "patch_start", "exif_orientation", "checksum"):
+    unknown = ["shard", "row", "patch_start", "exif_orientation", "checksum"] + ["content_hash"] * (not measured)
+    for name in unknown:
         columns[name] = pa.nulls(rows.num_rows, INDEX_SCHEMA.field(name).type)
     arrays = [columns[f.name] if f.name in columns else rows[f.name] for f in INDEX_SCHEMA]
     typed = [array.cast(field.type) for array, field in zip(arrays, INDEX_SCHEMA, strict=True)]
@@ -320,6 +330,10 @@ def write_index(layout: Layout, shards: Iterable[str], failed: Sequence[pa.Table
                     for number in np.unique(owner)
                 ]
                 window = pa.concat_tables([INDEX_SCHEMA.empty_table(), *pieces])
-                writer.write_table(window.take(pa.array(np.searchsorted(by_part, rows))).cast(schema))
+                places = np.searchsorted(by_part, rows)
+                step = len(places) if window.nbytes < _MOST_IN_A_GROUP else _AT_ONCE // 16
+                for first in range(0, max(1, len(places)), max(1, step)):
+                    group = window.take(pa.array(places[first : first + step]))
+                    writer.write_table(group.cast(schema))
 
     write_whole(layout.index, write)

@@ -23,6 +23,10 @@ DEFAULT_ITEM_TIMEOUT = 300.0  # seconds; far above what the largest allowed imag
 _HURRY = 2.0  # seconds that a task gets which may hang, once the run was stopped
 
 
+class Stopped(Exception):
+    """Raised inside a job that was asked to stop; its shard stays uncommitted."""
+
+
 class GivenUp(Exception):
     """Raised inside a task that was given up, so that it writes nothing any more. Nobody sees it."""
 
@@ -32,6 +36,7 @@ class _Task:
     future: Future[Any]
     call: Callable[[], Any]
     begun: float | None = None  # when it went into its limited part; None outside of it
+    lost: Callable[[], object] | None = None  # called when it is given up there
     given_up: bool = False
     lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -40,15 +45,17 @@ _current = threading.local()
 
 
 @contextmanager
-def limited() -> Iterator[None]:
+def limited(lost: Callable[[], object] | None = None) -> Iterator[None]:
     """The part of a task that may hang: the time limit holds inside, and only there. It means nothing elsewhere.
 
-    Leaving it raises GivenUp in a task that was given up, whatever else was on its way out.
+    Leaving it raises GivenUp in a task that was given up, whatever else was on its way out. `lost` is called, from
+    another thread, when it is given up: what the task holds must not be lost with it.
     """
     task: _Task | None = getattr(_current, "task", None)
     if task is None:
         yield
         return
+    task.lost = lost
     task.begun = time.monotonic()
     try:
         yield
@@ -62,8 +69,9 @@ def limited() -> Iterator[None]:
 class ImageThreads(Executor):
     """`workers` threads, and a time limit of `seconds` for what a task does inside `limited`.
 
-    The future of a task that takes longer gets ItemError("timed_out"). Once `stop` is set, two seconds are the limit: a
-    run that ends waits for no decoder. `prepare` runs first in every thread.
+    The future of a task that takes longer gets ItemError("timed_out"). Once `stop` is set, two seconds are the limit,
+    and the future gets Stopped: a run that ends waits for no decoder, and blames no image for it. `prepare` runs first
+    in every thread.
     """
 
     def __init__(
@@ -80,15 +88,17 @@ class ImageThreads(Executor):
         self._lock = threading.Lock()
         self._running: dict[threading.Thread, _Task] = {}
         self._threads: set[threading.Thread] = set()
-        self._closed = threading.Event()
-        for _ in range(workers):
-            self._start()
+        self._closed = False
+        self._ended = threading.Event()  # closed, and no thread is left
+        with self._lock:
+            for _ in range(workers):
+                self._start()
         self._watcher = threading.Thread(target=self._watch, name=f"{name}-watch", daemon=True)
         self._watcher.start()
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
         """Run `fn` on one of the threads. Raises RuntimeError after `shutdown`."""
-        if self._closed.is_set():
+        if self._closed:
             raise RuntimeError("these threads have been shut down")
         task = _Task(Future(), lambda: fn(*args, **kwargs))
         self._tasks.put(task)
@@ -101,22 +111,18 @@ class ImageThreads(Executor):
                 if (task := self._tasks.get()) is not None:
                     task.future.cancel()
         with self._lock:
-            threads = list(self._threads)
-        for _ in threads:
-            self._tasks.put(None)
-        while wait and threads:
-            threads[0].join(0.1)
-            with self._lock:
-                threads = [thread for thread in self._threads if thread.is_alive()]
-        self._closed.set()
+            if not self._closed:
+                self._closed = True
+                for _ in self._threads:
+                    self._tasks.put(None)
         if wait:
+            self._ended.wait()
             self._watcher.join()
 
     def _start(self) -> None:
         # A daemon: one that hangs in a decoder must not keep the process from ending.
         thread = threading.Thread(target=self._work, name=self._name, daemon=True)
-        with self._lock:
-            self._threads.add(thread)
+        self._threads.add(thread)
         thread.start()
 
     def _work(self) -> None:
@@ -137,22 +143,33 @@ class ImageThreads(Executor):
                 return  # another thread has taken this one's place
             (task.future.set_exception if failed else task.future.set_result)(outcome)
             del task, outcome, _current.task
+        self._leave(threading.current_thread())
+
+    def _leave(self, thread: threading.Thread) -> None:
+        with self._lock:
+            self._threads.discard(thread)
+            if self._closed and not self._threads:
+                self._ended.set()
 
     def _watch(self) -> None:
-        while not self._closed.wait(min(0.5, self._seconds / 4)):
+        while not self._ended.wait(min(0.5, self._seconds / 4)):
             seconds = min(self._seconds, _HURRY) if self._stop.is_set() else self._seconds
             with self._lock:
                 running = list(self._running.items())
             for thread, task in running:
                 with task.lock:
-                    if task.begun is None or task.given_up or time.monotonic() - task.begun <= seconds:
+                    taken = 0.0 if task.begun is None or task.given_up else time.monotonic() - task.begun
+                    if taken <= seconds:
                         continue
                     task.given_up = True
-                self._replace(thread, task)
+                self._replace(thread, task, taken)
 
-    def _replace(self, thread: threading.Thread, task: _Task) -> None:
+    def _replace(self, thread: threading.Thread, task: _Task, taken: float) -> None:
+        if task.lost is not None:
+            task.lost()
+        late = ItemError("timed_out", f"not done after {self._seconds:g} seconds (--item-timeout)")
+        task.future.set_exception(late if taken > self._seconds else Stopped())
         with self._lock:
             self._running.pop(thread, None)
             self._threads.discard(thread)
-        self._start()
-        task.future.set_exception(ItemError("timed_out", f"not done after {self._seconds:g} seconds (--item-timeout)"))
+            self._start()

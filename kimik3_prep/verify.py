@@ -77,6 +77,7 @@ class _Run:
         self.layout = layout
         self.metadata = run_metadata(facts)
         self.dtype, self.patch_size = facts["dtype"], facts["config"]["patch_size"]
+        self.measured = facts["dedupe"] == "content"
         self.rows = self.images = self.shards = self.bytes = 0
 
     def findings(self) -> Iterator[Finding]:
@@ -88,7 +89,7 @@ class _Run:
             for name, rows in split_shards(read_plan(self.layout)):
                 self.rows += rows.num_rows
                 if self.metadata.get("index_only"):
-                    index = planned_table(rows)
+                    index = planned_table(rows, self.measured)
                 elif name is None:
                     index = index_table(rows, {})
                 else:

@@ -7,8 +7,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Executor, Future, wait
-from dataclasses import dataclass, field, replace
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,87 +15,21 @@ import xxhash
 
 from kimik3_prep.config import PreprocessorConfig
 from kimik3_prep.errors import ItemError, RunError
-from kimik3_prep.grid import GridRule
-from kimik3_prep.images import Decoded, decode
+from kimik3_prep.images import Decoded
+from kimik3_prep.jobs import Control, ShardJob, ShardResult, check_hash, decode_item, memory_of
 from kimik3_prep.local import cast_features, read_features
 from kimik3_prep.manifest import resolve
-from kimik3_prep.memory import Room, available_memory
 from kimik3_prep.mirror import commit_shard
-from kimik3_prep.pixels_cpu import TORCH_DTYPES, PatchMaker, rgb_pixels
+from kimik3_prep.pixels_cpu import PatchMaker, rgb_pixels
 from kimik3_prep.pixels_device import Batches, DeviceBackend, Upload, upload
-from kimik3_prep.plan import PlannedItem, ShardPlan
-from kimik3_prep.shards import ShardFormat, ShardWriter
-from kimik3_prep.sources import Stamp, foreign_errors, read_file
+from kimik3_prep.plan import PlannedItem
+from kimik3_prep.shards import ShardWriter
+from kimik3_prep.sources import foreign_errors, read_file
 from kimik3_prep.store import Layout, Outcome, Stored, index_table, write_shard_index
-from kimik3_prep.threads import DEFAULT_ITEM_TIMEOUT, limited
+from kimik3_prep.threads import Stopped, limited
 
 #: Decoded images that may wait for a device, beyond those in its batches.
 _DECODED_AHEAD = 16
-
-
-@dataclass(frozen=True, slots=True)
-class ShardJob:
-    """Everything one shard needs, picklable.
-
-    store: URL that the shard is sent to once it is complete in `root`; None where it stays. base: folder that relative
-    paths start from. turn: apply EXIF orientations. device and batch_bytes (source pixels of a batch): gpu shards only.
-    """
-
-    root: Path
-    base: str
-    shard: ShardPlan
-    form: ShardFormat
-    config: PreprocessorConfig
-    max_pixels: int
-    turn: bool
-    device: str
-    batch_bytes: int
-    store: str | None = None
-
-    def rule(self, item: PlannedItem) -> GridRule:
-        """The grid rule of an item: the config's, unless its limit was lowered."""
-        rule = self.config.grid_rule()
-        return rule if item.in_patch_limit is None else replace(rule, in_patch_limit=item.in_patch_limit)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The storage dtype."""
-        return TORCH_DTYPES[self.form.dtype]
-
-
-@dataclass(frozen=True, slots=True)
-class ShardResult:
-    """What one committed shard came to. Rows are manifest rows, `images` the stored ones, `size` bytes of the file."""
-
-    name: str
-    ok_rows: int
-    failed_rows: int
-    images: int
-    patches: int
-    size: int
-
-
-class Stopped(Exception):
-    """Raised inside a job that was asked to stop; its shard stays uncommitted."""
-
-
-@dataclass(slots=True)
-class Control:
-    """How a run watches its jobs and stops them: lives in the driver, shared by the threads of a local engine.
-
-    on_item: called from worker threads after each stored image: source pixels, stored bytes, its error or None.
-    note: called with an option and a sentence about it that a person should see.
-    item_timeout: seconds for reading and decoding one image. room: memory for decoded images.
-    most_failures: for an engine whose jobs run elsewhere, where `on_item` is called late: a job that has more failed
-    items than this stops by itself; None: no limit.
-    """
-
-    on_item: Callable[[int, int, ItemError | None], None] = lambda pixels, size, error: None
-    note: Callable[[str, str], None] = lambda where, text: None
-    stop: threading.Event = field(default_factory=threading.Event)
-    item_timeout: float = DEFAULT_ITEM_TIMEOUT
-    room: Room = field(default_factory=lambda: Room(available_memory() // 2))
-    most_failures: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,7 +91,7 @@ def _fill_on_cpu(job: ShardJob, writer: ShardWriter, images: Executor, control: 
     """Decode, preprocess and normalise on the image threads."""
 
     def prepare(item: PlannedItem) -> tuple[Decoded, Iterable[torch.Tensor]]:
-        decoded = _decode(item, job)
+        decoded = decode_item(item, job)
         with foreign_errors():
             pixels = rgb_pixels(decoded.image, item.grid, job.config)
         return decoded, _patch_maker(job.config, job.dtype).blocks(pixels, item.grid)
@@ -171,7 +104,7 @@ def _fill_from_files(job: ShardJob, writer: ShardWriter, images: Executor, contr
 
     def prepare(item: PlannedItem) -> tuple[str, Iterable[torch.Tensor]]:
         content, content_hash = read_file(resolve(item.image, job.base))
-        _check_hash(item, content_hash)
+        check_hash(item, content_hash)
         values = read_features(content, item.grid.thw, job.config)
         return content_hash, [cast_features(values, job.config, job.dtype)]
 
@@ -190,9 +123,9 @@ def _fill_each(
     def fill(item: PlannedItem) -> _Result:
         if control.stop.is_set():
             raise Stopped
-        with control.room.held(_memory_of(item)):
+        with control.room.held(memory_of(item, job.config), control.stop) as give_back:
             try:
-                with limited():
+                with limited(give_back):
                     source, blocks = prepare(item)
             except ItemError as error:
                 return _failed(item, error, control)
@@ -223,8 +156,8 @@ def _fill_on_device(job: ShardJob, writer: ShardWriter, images: Executor, contro
     def load(item: PlannedItem) -> tuple[Decoded, Upload]:
         if control.stop.is_set():
             raise Stopped
-        with control.room.held(_memory_of(item)), limited():
-            decoded = _decode(item, job)
+        with control.room.held(memory_of(item, job.config), control.stop) as give_back, limited(give_back):
+            decoded = decode_item(item, job)
             with foreign_errors():
                 return decoded, upload(decoded.image, item.grid, job.config)
 
@@ -236,8 +169,10 @@ def _fill_on_device(job: ShardJob, writer: ShardWriter, images: Executor, contro
             results[item.row] = _store(item, decoded, [patches.cpu()], writer, control)
 
     note = functools.partial(control.note, "--batch-bytes")
-    batches = Batches(_backend(job.device, job.config, job.dtype), job.batch_bytes, emit, note)
-    for item, future in _ahead(images, load, job.shard.items):
+    # Beside what waits, a batch is in memory as pixels and as patches, and the next one is being filled.
+    batch_bytes = min(job.batch_bytes, max(1 << 20, control.room.size // 16))
+    batches = Batches(_backend(job.device, job.config, job.dtype), batch_bytes, emit, note)
+    for item, future in _ahead(images, load, job, control.room.size // 4):
         try:
             decoded, loaded = future.result()
         except ItemError as error:
@@ -250,14 +185,18 @@ def _fill_on_device(job: ShardJob, writer: ShardWriter, images: Executor, contro
 
 
 def _ahead(
-    images: Executor, load: Callable[[PlannedItem], tuple[Decoded, Upload]], items: Iterable[PlannedItem]
+    images: Executor, load: Callable[[PlannedItem], tuple[Decoded, Upload]], job: ShardJob, most: int
 ) -> Iterable[tuple[PlannedItem, Future[tuple[Decoded, Upload]]]]:
-    """Items with their loads in flight, in order, never more than `_DECODED_AHEAD` of them."""
+    """Items with their loads in flight, in order: never more than `_DECODED_AHEAD`, nor than fit into `most` bytes."""
     pending: deque[tuple[PlannedItem, Future[tuple[Decoded, Upload]]]] = deque()
-    for item in items:
-        pending.append((item, images.submit(load, item)))
-        if len(pending) > _DECODED_AHEAD:
+    taken = 0
+    for item in job.shard.items:
+        need = memory_of(item, job.config)
+        while pending and (len(pending) > _DECODED_AHEAD or taken + need > most):
+            taken -= memory_of(pending[0][0], job.config)
             yield pending.popleft()
+        pending.append((item, images.submit(load, item)))
+        taken += need
     yield from pending
 
 
@@ -278,11 +217,6 @@ def _patch_maker(config: PreprocessorConfig, dtype: torch.dtype) -> PatchMaker:
 
 
 _thread = threading.local()
-
-
-def _memory_of(item: PlannedItem) -> int:
-    """Bytes that an image in work takes: four a pixel in Pillow, and a copy for the resize or the background."""
-    return 8 * item.width * item.height + (item.source_size or 0)
 
 
 def _store(
@@ -307,26 +241,3 @@ def _store(
 def _failed(item: PlannedItem, error: ItemError, control: Control) -> ItemError:
     control.on_item(item.width * item.height, 0, error)
     return error
-
-
-def _check_hash(item: PlannedItem, content_hash: str) -> None:
-    if item.content_hash is not None and content_hash != item.content_hash:
-        raise ItemError("content_hash_mismatch", f"the file's is {content_hash}")
-
-
-def _decode(item: PlannedItem, job: ShardJob) -> Decoded:
-    """The decoded image, which must be what the manifest promised and what the plan made room for."""
-    planned = None
-    if item.source_size is not None and item.source_mtime_ns is not None:
-        planned = Stamp(item.source_size, item.source_mtime_ns)
-    decoded = decode(resolve(item.image, job.base), job.max_pixels, planned, job.turn)
-    _check_hash(item, decoded.content_hash)
-    width, height = decoded.image.size
-    if (width, height) != (item.width, item.height) or job.rule(item).grid(width, height) != item.grid:
-        found = f"the image is {width} x {height} pixels"
-        if job.turn and decoded.exif_orientation not in (None, 1):
-            found += " as its EXIF orientation turns it"
-        if item.probed:
-            raise ItemError("source_changed", f"{found}; its header said {item.width} x {item.height}")
-        raise ItemError("size_mismatch", f"{found}; the manifest says {item.width} x {item.height}")
-    return decoded

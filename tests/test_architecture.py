@@ -26,23 +26,34 @@ FLOORS = (
     ("spans", "plan"),
     ("sources", "images", "shards", "store", "folder", "mirror", "summary"),
     ("resample", "pixels_cpu", "pixels_device", "local", "compute", "devices", "reading", "features", "training"),
-    ("work",),
+    ("jobs", "work"),
     ("engines",),
     ("check", "planning", "prepare", "ranges", "verify", "recompute", "inspection", "pictures", "sheets", "gathering"),
-    ("terminal", "findings", "cli"),
+    ("terminal", "progress", "findings", "process", "cli"),
 )
 ORDER = [module for floor in FLOORS for module in floor]
 
 #: Libraries that only some modules may import, and those modules.
 LIBRARIES = {
-    "typer": {"cli"},
-    "rich": {"cli", "terminal"},
+    "typer": {"process", "cli"},
+    "rich": {"terminal", "progress"},
     "ray": {"engines"},
     "safetensors": {"shards", "local"},
     "fsspec": {"remote"},
 }
 #: Modules that import torch as they are imported. Nothing on the way to --help, inspect or a dry run imports these.
-OF_TORCH = {"resample", "pixels_cpu", "pixels_device", "local", "compute", "work", "recompute", "features", "training"}
+OF_TORCH = {
+    "resample",
+    "pixels_cpu",
+    "pixels_device",
+    "local",
+    "compute",
+    "jobs",
+    "work",
+    "recompute",
+    "features",
+    "training",
+}
 
 #: What the package itself offers: type checkers see the import, and it runs when somebody asks for the name.
 FRONT_DOOR = {"features"}
@@ -53,7 +64,7 @@ SEAMS = {
     ("remote", "asked"),
     ("threads", "_work"),
     ("recompute", "_load_processor"),
-    ("cli", "_exit_codes"),
+    ("process", "exit_codes"),
 }
 
 MODULES = {path.stem: ast.parse(path.read_text(encoding="utf-8")) for path in sorted(PACKAGE.rglob("*.py"))}

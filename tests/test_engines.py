@@ -29,8 +29,9 @@ from kimik3_prep import engines
 from kimik3_prep.check import Settings
 from kimik3_prep.engines import _connected, _gpus, _portable, _ray_task, _room, _versions, run_local, run_ray
 from kimik3_prep.errors import InputError, RunError, TooManyFailures
+from kimik3_prep.jobs import Control, ShardJob
 from kimik3_prep.prepare import prepare
-from kimik3_prep.work import Control, ShardJob, Stopped
+from kimik3_prep.threads import Stopped
 
 
 @pytest.fixture

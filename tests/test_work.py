@@ -16,11 +16,13 @@ from conftest import picture, write_manifest
 
 from kimik3_prep.config import PreprocessorConfig
 from kimik3_prep.errors import ItemError
+from kimik3_prep.jobs import Control, ShardJob
 from kimik3_prep.manifest import read_manifest
 from kimik3_prep.plan import make_plan, shard_plan
 from kimik3_prep.shards import ShardFormat
 from kimik3_prep.spans import Headers, find_spans
-from kimik3_prep.work import Control, ShardJob, Stopped, materialize_shard
+from kimik3_prep.threads import Stopped
+from kimik3_prep.work import materialize_shard
 
 
 def job(folder: Path, config: PreprocessorConfig, root: str = "out", backend: str = "cpu", **sizes: Any) -> ShardJob:
