@@ -209,6 +209,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
         ["inspect", "OUT"],
         ["inspect", "OUT/index.parquet"],
         ["verify", "OUT"],
+        ["finish", "OUT"],
         ["inspect", "OUT", "--render", "OUT-pictures"],
         ["inspect", "OUT/shards/cpu-00000.safetensors", "--format", "json"],
         ["encode", "MANIFEST", "--config", "kimi-k3", "--backend", "cpu", "--dry-run"],
