@@ -10,7 +10,7 @@ import socket
 import threading
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -79,7 +79,7 @@ def run_ray(jobs: Iterable[ShardJob], workers: int, address: str, control: Contr
     Yields results as they come. `control` hears of a shard's items once the shard is done. A shard whose worker is lost
     is run again, three times at most. Whatever ends the iteration early ends the workers.
     """
-    pending: dict[Any, ShardJob] = {}
+    pending: dict[Future[_Report], ShardJob] = {}
     try:
         with _connected(address, workers, pending) as ray:
             task = ray.remote(max_retries=_RETRIES)(_ray_task)
@@ -90,7 +90,7 @@ def run_ray(jobs: Iterable[ShardJob], workers: int, address: str, control: Contr
                     most = _room(ray, workers)
                 gpus = _gpus(ray, job, control)
                 order = (job, workers, control.item_timeout, control.most_failures, _versions())
-                pending[task.options(num_cpus=workers, num_gpus=gpus).remote(*order)] = job
+                pending[task.options(num_cpus=workers, num_gpus=gpus).remote(*order).future()] = job
             while pending:
                 yield from _done(ray, pending, control)
     except BaseException:
@@ -101,7 +101,7 @@ def run_ray(jobs: Iterable[ShardJob], workers: int, address: str, control: Contr
 
 
 @contextmanager
-def _connected(address: str, workers: int, pending: Mapping[Any, object]) -> Iterator[Any]:
+def _connected(address: str, workers: int, pending: Mapping[Future[_Report], object]) -> Iterator[Any]:
     """The `ray` module, connected. Leaving ends the workers, with what they are at: cancelling can crash Ray (2.60).
 
     A Ray that this process has connected already is used and left as it is, once its tasks, `pending`, are done.
@@ -117,7 +117,7 @@ def _connected(address: str, workers: int, pending: Mapping[Any, object]) -> Ite
             yield ray
         finally:
             if pending:
-                ray.wait(list(pending), num_returns=len(pending))
+                wait(pending)
         return
     how: dict[str, Any] = {"address": address, "log_to_driver": False, "logging_level": logging.CRITICAL}
     if address == "local":
@@ -233,11 +233,11 @@ def _check_versions(expected: dict[str, str]) -> None:
         raise RunError(f"the Ray node {socket.gethostname()} would give other bytes than this machine: it has {told}")
 
 
-def _done(ray: Any, pending: dict[Any, ShardJob], control: Control) -> Iterator[ShardResult]:
+def _done(ray: Any, pending: dict[Future[_Report], ShardJob], control: Control) -> Iterator[ShardResult]:
     """Results of the tasks that have ended, if some do soon. Raises RunError, or Stopped once the run was stopped."""
-    ready, _ = ray.wait(list(pending), timeout=_LOOK)
-    for reference in ready:
-        report = _fetch(ray, reference, pending.pop(reference).shard.name)
+    ready, _ = wait(pending, _LOOK, FIRST_COMPLETED)  # not ray.wait, which makes a KeyboardInterrupt of every signal
+    for future in ready:
+        report = _fetch(ray, future, pending.pop(future).shard.name)
         for where, text in report.notes:
             control.note(where, text)
         for item in report.items:
@@ -250,9 +250,9 @@ def _done(ray: Any, pending: dict[Any, ShardJob], control: Control) -> Iterator[
         raise Stopped
 
 
-def _fetch(ray: Any, reference: Any, name: str) -> _Report:
+def _fetch(ray: Any, future: Future[_Report], name: str) -> _Report:
     try:
-        report: _Report = ray.get(reference)
+        return future.result()
     except ray.exceptions.RayTaskError as error:
         cause = " ".join(f"{type(error.cause).__name__}: {error.cause}".split())
         hint = "; every node needs the same kimik3-prep" if isinstance(error.cause, ImportError) else ""
@@ -263,4 +263,3 @@ def _fetch(ray: Any, reference: Any, name: str) -> _Report:
             f"shard {name} was tried {_RETRIES + 1} times and its Ray worker was lost each time: {lines[0]} "
             "What is committed stays valid: run the same command to continue."
         ) from error
-    return report

@@ -228,6 +228,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
         ["verify", "OUT"],
         ["manifest", "MANIFEST", "--size"],
         ["inspect", "OUT/shards/cpu-00000.safetensors", "--render", "OUT-pictures"],
+        ["finish", "OUT"],
         ["inspect", "OUT", "--render", "OUT-pictures"],
         ["inspect", "OUT/shards/cpu-00000.safetensors", "--format", "json"],
         ["encode", "MANIFEST", "--config", "kimi-k3", "--backend", "cpu", "--dry-run"],

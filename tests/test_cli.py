@@ -36,7 +36,7 @@ def pictures(tmp_path: Path) -> Path:
 def test_help_and_version(run: Run) -> None:
     done = run("--help")
     assert done.returncode == 0
-    for command in ("validate-config", "manifest", "encode", "inspect", "verify"):
+    for command in ("validate-config", "manifest", "encode", "finish", "inspect", "verify"):
         assert command in done.stdout
     assert run("--version").stdout == f"kimik3-prep {__version__}\n"
     assert run("encode", "--help").returncode == 0
