@@ -164,8 +164,9 @@ class StoredRun:
 
         base, recipe, planned = self._recipe
         item = one_item(planned.slice(row, 1))
+        stamp = _planned_stamp(item) if self._images is None else None  # a copy of a file has another time
         try:
-            levels, content_hash = features(item, resolve(item.image, base), recipe, _planned_stamp(item))
+            levels, content_hash = features(item, resolve(item.image, base), recipe, stamp)
             if item.content_hash not in (None, content_hash):
                 raise ItemError("content_hash_mismatch", f"the file's is {content_hash}")
         except ItemError as error:

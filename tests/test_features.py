@@ -542,6 +542,8 @@ def test_an_image_that_is_not_the_indexed_one_is_said(made: Path, indexed: Path,
     store = FeatureStore(indexed)
     with pytest.raises(FailedItem, match="line 8, cut has no features: truncated"):
         store["cut"]
+    hashes = ["sha256:" + hashlib.sha256((made / f"{n}.png").read_bytes()).hexdigest() for n in (0, 2)]
+    assert store.content_hashes(["n0", "inline"]) == hashes
     moved = tmp_path / "moved"
     moved.mkdir()
     for path in made.glob("*.*"):
@@ -560,3 +562,17 @@ def test_an_index_only_run_without_its_record_says_so(indexed: Path) -> None:
     (indexed / "run.json").unlink()
     with pytest.raises(StoreError, match=r"run\.json"):
         FeatureStore(indexed)["n0"]
+
+
+def test_an_index_only_run_can_move_with_its_images_and_notices_others(tmp_path: Path) -> None:
+    (tmp_path / "one").mkdir()
+    picture(60, 50).save(tmp_path / "one" / "a.png")
+    manifest = write_manifest(tmp_path / "one" / "m.jsonl", [{"image": "a.png"}])
+    settings = Settings(str(manifest), tmp_path / "one" / "index", "kimi-k3", index_only=True)
+    prepare(settings, Silent())
+    os.rename(tmp_path / "one", tmp_path / "two")
+    pixels = FeatureStore(tmp_path / "two" / "index")["a.png"].pixel_values
+    assert same(pixels, torch.from_numpy(reference.features(picture(60, 50), reference.PUBLISHED)))
+    Image.new("RGB", (60, 50)).save(tmp_path / "two" / "a.png")
+    with pytest.raises(FailedItem, match="source_changed"):
+        FeatureStore(tmp_path / "two" / "index")["a.png"]

@@ -19,9 +19,9 @@ import safetensors.torch
 import torch
 import xxhash
 from conftest import GOLDEN, golden_cases, picture, write_manifest
-from PIL import Image
+from PIL import Image, ImageFile
 
-from kimik3_prep import work
+from kimik3_prep import engines, jobs, store, work
 from kimik3_prep.check import Settings, default_output
 from kimik3_prep.config import PreprocessorConfig
 from kimik3_prep.errors import InputError, ItemError, PlanMismatch, Problem, TooManyFailures
@@ -308,7 +308,7 @@ def test_a_stop_leaves_no_temporary_file(mixed: Path, tmp_path: Path, monkeypatc
             raise KeyboardInterrupt
         raise ItemError("corrupt", "no")
 
-    monkeypatch.setattr(work, "decode", fail)
+    monkeypatch.setattr(jobs, "decode", fail)
     with pytest.raises(KeyboardInterrupt):
         encode(mixed, tmp_path / "out", workers=2, shard_size=2_000_000)
     assert not list((tmp_path / "out").rglob("*.tmp"))
@@ -650,3 +650,86 @@ def test_an_index_only_run_decodes_nothing_and_can_be_retried(tmp_path: Path, mo
     assert encode(manifest, tmp_path / "out", index_only=True, retry_failed=True).failed == 0
     encode(manifest, tmp_path / "new", index_only=True)
     assert tree(tmp_path / "out") == tree(tmp_path / "new")
+
+
+# --- what a review found ------------------------------------------------------------------------------------------
+
+WRONG = "sha256:" + "0" * 64
+
+
+@pytest.mark.parametrize("dedupe", ["path", "content", "off"])
+def test_a_promised_hash_holds_in_a_retry_and_for_features_files(dedupe: Any, tmp_path: Path) -> None:
+    for name in ("a", "b", "c"):
+        picture(60, 50, seed=ord(name)).save(tmp_path / f"{name}.png")
+    np.save(tmp_path / "f.npy", np.zeros((4, 3, 14, 14), np.uint8))
+    right = "sha256:" + hashlib.sha256((tmp_path / "a.png").read_bytes()).hexdigest()
+    rows: list[dict[str, Any]] = [
+        {"image": "a.png", "content_hash": right},
+        {"image": "b.png", "content_hash": WRONG},
+        {"image": "c.png"},
+        {"id": "f", "features": "f.npy", "grid_thw": [1, 2, 2], "content_hash": WRONG},
+    ]
+    manifest = write_manifest(tmp_path / "m.jsonl", rows)
+    for retry in (False, True):
+        encode(manifest, tmp_path / "out", dedupe=dedupe, retry_failed=retry)
+        index = pq.read_table(tmp_path / "out" / "index.parquet").to_pylist()
+        wrong = "content_hash_mismatch"
+        assert [row["error_code"] for row in index] == [None, wrong, None, wrong]
+
+
+def test_one_features_file_with_several_grids_is_checked_for_each(tmp_path: Path) -> None:
+    np.save(tmp_path / "f.npy", np.zeros((24, 3, 14, 14), np.uint8))
+    grids = [[1, 4, 6], [1, 6, 4], [1, 2, 2]]
+    rows = [{"id": str(n), "features": "f.npy", "grid_thw": grid} for n, grid in enumerate(grids)]
+    encode(write_manifest(tmp_path / "m.jsonl", rows), tmp_path / "out")
+    index = pq.read_table(tmp_path / "out" / "index.parquet").to_pylist()
+    assert [(row["grid_h"], row["grid_w"], row["error_code"]) for row in index] == [
+        (4, 6, None),
+        (6, 4, None),
+        (None, None, "bad_features"),
+    ]
+
+
+def test_equal_bytes_under_another_name_do_where_the_first_is_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("a.png", "b.png"):
+        picture(60, 50).save(tmp_path / name)
+    manifest = write_manifest(tmp_path / "m.jsonl", [{"image": "a.png"}, {"image": "b.png"}])
+    monkeypatch.setattr(engines, "materialize_shard", stop_before(tmp_path / "a.png", engines.materialize_shard))
+    assert encode(manifest, tmp_path / "out", dedupe="content").failed == 0
+
+
+def stop_before(path: Path, real: Any) -> Any:
+    """`real`, but the file is removed first."""
+
+    def call(*args: Any) -> Any:
+        path.unlink()
+        return real(*args)
+
+    return call
+
+
+def test_a_lying_size_is_found_before_the_image_is_decoded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    picture(60, 50).save(tmp_path / "a.png")
+    monkeypatch.setattr(ImageFile.ImageFile, "load", None)
+    manifest = write_manifest(tmp_path / "m.jsonl", [{"image": "a.png", "width": 10, "height": 10}])
+    encode(manifest, tmp_path / "out")
+    row = pq.read_table(tmp_path / "out" / "index.parquet").to_pylist()[0]
+    assert (row["error_code"], row["error_message"]) == (
+        "size_mismatch",
+        "the image is 60 x 50 pixels; the manifest says 10 x 10",
+    )
+
+
+def test_fields_of_gigabytes_fit_an_index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A column of strings holds two gigabytes at most; here the limit is lowered instead."""
+    monkeypatch.setattr(store, "_MOST_IN_A_GROUP", 1000)
+    monkeypatch.setattr(store, "_AT_ONCE", 48)
+    picture(30, 30).save(tmp_path / "a.png")
+    rows = [{"id": str(n), "image": "a.png", "caption": "x" * 100} for n in range(100)]
+    manifest = write_manifest(tmp_path / "m.jsonl", rows)
+    for more in ({}, {"index_only": True}):
+        encode(manifest, tmp_path / "out", overwrite=True, **more)
+        index = pq.read_table(tmp_path / "out" / "index.parquet")
+        assert index["id"].to_pylist() == [str(n) for n in range(100)]

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
+import signal
+import subprocess
 import threading
 import time
 from pathlib import Path
 
 import pytest
-from conftest import Run, picture, slow_jpeg, write_manifest
+from conftest import BINARY, Run, picture, slow_jpeg, write_manifest
 
 from kimik3_prep.errors import ItemError
-from kimik3_prep.threads import ImageThreads, limited
+from kimik3_prep.threads import ImageThreads, Stopped, limited
 
 
 def test_results_and_errors_come_through_the_futures() -> None:
@@ -90,19 +92,57 @@ def test_limits_mean_nothing_elsewhere() -> None:
         pass
 
 
-def test_a_stopped_run_waits_two_seconds_at_most() -> None:
+def test_a_stopped_run_waits_two_seconds_at_most_and_blames_no_image() -> None:
     stop, release = threading.Event(), threading.Event()
+
+    def hang() -> None:
+        with limited():
+            release.wait(60)
+
     with ImageThreads(1, "test", 600, stop) as pool:
-
-        def hang() -> None:
-            with limited():
-                release.wait(60)
-
         lost = pool.submit(hang)
         began = time.monotonic()
         stop.set()
-        with pytest.raises(ItemError):
+        with pytest.raises(Stopped):
             lost.result(30)
+    assert time.monotonic() - began < 30
+    release.set()
+
+
+def test_what_a_lost_task_holds_is_given_back() -> None:
+    release, given_back = threading.Event(), threading.Event()
+
+    def hang() -> None:
+        with limited(given_back.set):
+            release.wait(60)
+
+    with ImageThreads(1, "test", 0.1) as pool:
+        lost = pool.submit(hang)
+        with pytest.raises(ItemError, match="timed_out"):
+            lost.result(30)
+        assert given_back.is_set()
+    release.set()
+
+
+def test_leaving_after_an_error_waits_for_nobody_who_hangs() -> None:
+    stop, release = threading.Event(), threading.Event()
+
+    def hang() -> None:
+        with limited():
+            release.wait(60)
+
+    def leave() -> None:
+        with ImageThreads(2, "test", 600, stop) as pool:
+            pool.submit(hang)
+            try:
+                raise KeyboardInterrupt
+            finally:
+                stop.set()
+                pool.shutdown(wait=False, cancel_futures=True)
+
+    began = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        leave()
     assert time.monotonic() - began < 30
     release.set()
 
@@ -133,3 +173,18 @@ def test_an_image_that_takes_for_ever_fails_alone(backend: str, run: Run, tmp_pa
     assert (result.returncode, summary["ok"], summary["failed"]) == (1, 2, 1)
     assert summary["failures"] == [[2, "slow.jpg", "timed_out", "not done after 0.7 seconds (--item-timeout)"]]
     assert run("verify", "out").returncode == 0
+
+
+def test_a_run_that_is_stopped_commits_nobody_as_timed_out(tmp_path: Path) -> None:
+    (tmp_path / "slow.jpg").write_bytes(slow_jpeg(4000, 1500))
+    picture(64, 48).save(tmp_path / "a.png")
+    write_manifest(tmp_path / "m.jsonl", [{"image": "a.png"}, {"image": "slow.jpg", "width": 4000, "height": 4000}])
+    command = [str(BINARY), "encode", "m.jsonl", "--config", "kimi-k3", "--backend", "cpu", "-o", "out", "-j", "2"]
+    process = subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+    until = time.monotonic() + 60
+    while not list(tmp_path.glob("out/shards/*.tmp")) and time.monotonic() < until:
+        time.sleep(0.01)
+    time.sleep(0.5)
+    process.send_signal(signal.SIGINT)
+    assert process.wait(60) == 130
+    assert sorted(path.name for path in (tmp_path / "out").rglob("*")) == ["plan.parquet", "run.json", "shards"]

@@ -289,3 +289,18 @@ def test_a_checkpoint_whose_processor_does_not_load(code: str | None, copy: Path
     assert done.returncode == 2, done.stderr
     assert f"{folder}: no image processor could be loaded from it" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_a_picture_that_failed_does_not_hide_where_the_others_are(tmp_path: Path, run: Run) -> None:
+    picture(60, 50).save(tmp_path / "a.png")
+    write_manifest(tmp_path / "m.jsonl", [{"image": "gone.png"}, {"image": "a.png"}])
+    assert run("encode", "m.jsonl", "--config", "kimi-k3", "-o", "out").returncode == 1
+    assert run("verify", "out", "--against-source").returncode == 0
+    (tmp_path / "elsewhere").mkdir()
+    done = run("verify", "../out", "--against-source", cwd=tmp_path / "elsewhere")
+    assert (done.returncode, "add --manifest FILE" in done.stderr) == (2, True)
+
+
+def test_what_no_processor_looked_at_was_not_compared(copy: Path, whole: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kimik3_prep.recompute._by_processor", lambda folder, recipe: lambda item, source: None)
+    assert against_source(copy, str(whole.parent / "m.jsonl"), None, False, Path("x"))["compared"] == 0
