@@ -22,7 +22,7 @@ CONTRIBUTING = ROOT / ".github" / "CONTRIBUTING.md"
 FLOORS = (
     ("__init__", "errors", "strict_json"),
     ("threads", "grid", "levels", "disk", "remote", "config_rules", "config"),
-    ("fields", "manifest"),
+    ("fields", "members", "tars", "tables", "manifest"),
     ("spans", "plan"),
     ("sources", "images", "shards", "store", "folder", "mirror", "summary"),
     ("resample", "pixels_cpu", "pixels_device", "local", "devices", "reading", "features", "training"),
