@@ -154,8 +154,9 @@ def _read(file: BinaryIO, place: int, size: int, digest: Any) -> bytes:
 def _header(block: bytes, place: int) -> tuple[bytes, _Member]:
     """The type and what a header says, without what headers before it said. Raises DamagedTar."""
     plain = block[:148] + b" " * 8 + block[156:]
-    signed = sum(plain) - 256 * sum(byte > 127 for byte in plain)
-    if len(block) < _BLOCK or _number(block[148:156]) not in (sum(plain), signed):
+    wrong = sum(plain) - _number(block[148:156])
+    # Old writers took bytes for signed numbers.
+    if len(block) < _BLOCK or (wrong and wrong != 256 * sum(byte > 127 for byte in plain)):
         raise DamagedTar(f"the header at byte {place:,} is damaged")
     name = _text(block[:100])
     if block[257:263] == b"ustar\0" and (prefix := _text(block[345:500])):

@@ -211,6 +211,14 @@ def test_damage_is_a_problem_wherever_it_is(tmp_path: Path) -> None:
         assert problems(path)[0].endswith("the header at byte 1,536 is damaged")
 
 
+def test_sums_of_signed_bytes(tmp_path: Path) -> None:
+    block = bytearray(tar(tmp_path / "x.tar", {"\u00fc.png": b"i"}, tarfile.USTAR_FORMAT).read_bytes())
+    signed = sum(block[:148]) + 256 + sum(block[156:512]) - 256 * sum(byte > 127 for byte in block[:512])
+    block[148:156] = f"{signed:06o}\0 ".encode()
+    (tmp_path / "x.tar").write_bytes(block)
+    assert read_manifest(str(tmp_path / "x.tar")).items["id"].to_pylist() == ["\u00fc"]
+
+
 @pytest.mark.parametrize(
     "size", [b"77777777777\0", b"\x80" + b"\xff" * 11, b"\xff" * 12, b"-0000000001\0", b"99999999999\0"]
 )
