@@ -6,6 +6,9 @@ import gzip
 import hashlib
 import json
 import shutil
+import threading
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -84,6 +87,24 @@ def test_a_run_from_a_store_is_the_run_from_a_folder(s3: Store, folder: Path, ru
     ]
     again = run("verify", "stored", "--against-source", "--manifest", "s3://bucket/set/m.jsonl", "--format", "json")
     assert (json.loads(again.stdout)["compared"], json.loads(again.stdout)["problems"]) == (6, [])
+
+
+def test_a_run_from_a_web_server(folder: Path, run: Run) -> None:
+    """Python's own: it knows sizes and no ranges."""
+
+    class Files(SimpleHTTPRequestHandler):
+        def log_message(self, *arguments: Any) -> None: ...
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(Files, directory=folder.parent))
+    threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
+    try:
+        url = f"http://127.0.0.1:{server.server_address[1]}/set/m.jsonl?signed=yes"
+        local = run("encode", folder / "m.jsonl", *QUIET, "-o", "local")
+        served = run("encode", url, *QUIET)
+    finally:
+        server.shutdown()
+    assert (local.returncode, served.returncode) == (0, 0), served.stderr
+    assert tree(folder.parent / "local") == tree(folder.parent / "m-features")
 
 
 def test_an_item_that_a_store_does_not_give(s3: Store, folder: Path, run: Run) -> None:
