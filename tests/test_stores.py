@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import hashlib
 import json
+import os
 import shutil
 import threading
 from functools import partial
@@ -129,8 +130,8 @@ def test_an_item_that_a_store_does_not_give(s3: Store, folder: Path, run: Run) -
 
 
 def test_manifests_of_every_kind(s3: Store, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kimik3_prep.manifest._PIECE", 2000)  # so that none comes in one piece
-    rows = [{"id": f"n{n}", "image": f"{n}.png", "caption": "word " * n} for n in range(300)]
+    monkeypatch.setattr("kimik3_prep.manifest._PIECE", 10_000)  # so that none comes in one piece
+    rows = [{"id": f"n{n}", "image": f"{n}.png", "caption": os.urandom(100).hex()} for n in range(300)]
     plain = write_manifest(tmp_path / "m.jsonl", rows)
     s3.put("d/m.jsonl", plain.read_bytes())
     s3.put("d/m.jsonl.gz", gzip.compress(plain.read_bytes()))
