@@ -16,9 +16,10 @@ from kimik3_prep.devices import auto_backend, find_devices
 from kimik3_prep.errors import INSTALL_RAY, InputError, Problem
 from kimik3_prep.fields import show
 from kimik3_prep.images import DEFAULT_MAX_PIXELS
-from kimik3_prep.manifest import ITEM_SCHEMA, Manifest, read_manifest, resolve
+from kimik3_prep.manifest import ITEM_SCHEMA, Manifest, base_of, is_pattern, read_manifest, resolve
+from kimik3_prep.members import split
 from kimik3_prep.mirror import staging_folder
-from kimik3_prep.remote import parent, protocol_problem, scheme
+from kimik3_prep.remote import protocol_problem, scheme
 from kimik3_prep.threads import DEFAULT_ITEM_TIMEOUT
 
 
@@ -87,7 +88,9 @@ class Checked:
 
 
 def default_output(manifest: str) -> Path:
-    """`<manifest stem>-features` in the working directory."""
+    """`<manifest stem>-features` in the working directory; for a pattern the name of its folder."""
+    if is_pattern(manifest):
+        return Path(f"{Path(base_of(manifest)).name or 'manifest'}-features")
     name = manifest.partition("?")[0] if scheme(manifest) else manifest
     name = "manifest" if manifest == "-" else Path(name).name.removesuffix(".gz")
     return Path(f"{Path(name).stem}-features")
@@ -203,7 +206,7 @@ def _outside(manifest: Manifest, image_root: Path) -> Iterator[Problem]:
             if image.startswith("data:"):
                 continue
             try:
-                source = resolve(image, manifest.base)
+                source, _ = split(resolve(image, manifest.base))
                 if not scheme(source) and os.path.realpath(source).startswith(inside):
                     continue
             except ValueError:  # a NUL byte: nothing can be opened by that name, so nothing outside either
@@ -236,4 +239,6 @@ def _beside(manifest: str) -> Place | None:
     """The folder of the manifest, where its config may lie."""
     if manifest == "-":
         return None
-    return parent(manifest) if scheme(manifest) else Path(manifest).resolve().parent
+    if scheme(manifest):
+        return base_of(manifest)
+    return Path(base_of(manifest)) if is_pattern(manifest) else Path(manifest).resolve().parent

@@ -104,7 +104,12 @@ def manifest(
 
 @app.command()
 def encode(
-    manifest: Annotated[str, typer.Argument(help="JSON Lines (may be gzip) or Parquet; - reads standard input.")],
+    manifest: Annotated[
+        str,
+        typer.Argument(
+            help="JSON Lines (may be gzip), Parquet, or a tar of images; a path, URL or pattern; - is stdin."
+        ),
+    ],
     config: Annotated[
         str | None, typer.Option(help="preprocessor_config.json, its folder, or kimi-k3. Default: beside the manifest.")
     ] = None,

@@ -6,6 +6,7 @@ of `ITEM_SCHEMA`, because a million Python objects would not fit where a million
 
 from __future__ import annotations
 
+import glob
 import gzip
 import hashlib
 import os
@@ -24,10 +25,13 @@ from urllib.parse import unquote
 import numpy as np
 import pyarrow as pa
 
-from kimik3_prep import strict_json
+from kimik3_prep import remote, strict_json
 from kimik3_prep.errors import InputError, Problem
-from kimik3_prep.fields import ID_KEYS, IMAGE_KEYS, JSON_VALUES, MAX_PROBLEMS, Item, Report, kind, read_item, show
-from kimik3_prep.remote import RemoteFile, beneath, parent, scheme
+from kimik3_prep.fields import MAX_PROBLEMS, Item, Report, kind, read_item, show
+from kimik3_prep.members import split
+from kimik3_prep.remote import beneath, parent, scheme
+from kimik3_prep.tables import table_rows
+from kimik3_prep.tars import looks_like_a_tar, tar_rows
 
 ITEM_SCHEMA = pa.schema(
     [
@@ -46,13 +50,12 @@ ITEM_SCHEMA = pa.schema(
 )
 
 _BATCH = 16_384
+_START = 512  # bytes that tell what kind of file it is
 _PIECE = 4 << 20  # bytes of a manifest at a URL that are asked for at a time
 
 _MOST_OF_A_ROW = 256 << 20  # bytes; a row is several times in memory while it is read
 _SHORTER = "a path or a URL of the image", "write what a data: URL of this size holds into a file"
 
-#: Fields that a Parquet row may hold as 640.0: pandas turns whole numbers into floats where a row lacks one.
-_WHOLE = (*ID_KEYS, "width", "height")
 #: The first line of a JSON file that holds all rows in one value: `[`, `{`, or a list whose first rows follow.
 _SPREAD = re.compile(rb"[\[{]|\[.*[\[{,]", re.DOTALL)
 
@@ -72,8 +75,9 @@ class Manifest:
 
 
 def read_manifest(path: str, limit: int | None = None) -> Manifest:
-    """Read a JSON Lines (optionally gzip) or Parquet manifest at a path or URL; `-` is standard input, `limit` the
-    first rows only.
+    """Read a manifest at a path or URL: JSON Lines (may be gzip), Parquet, a tar of images, or a pattern for several.
+
+    `-` is standard input, `limit` the first rows only.
 
     Raises InputError with every problem of the file: syntax, fields, duplicate ids, items that are no images.
     """
@@ -117,6 +121,8 @@ def base_of(path: str) -> str:
 
     In the working folder for standard input, and for the pipe that a shell makes of `<(…)`.
     """
+    if is_pattern(path):
+        path = path[: min(path.find(letter) for letter in "*?[" if letter in path)] + "x"
     if scheme(path):
         return parent(path)
     folder = os.path.dirname(os.path.abspath(path))
@@ -135,24 +141,61 @@ def _cannot_read(error: Exception, line: int) -> str:
 
 
 def _rows(path: str, name: str, digest: Any, report: Report) -> Iterator[tuple[int, dict[str, Any] | None]]:
-    """`(line, row)` for every non-blank line; None for a row whose syntax is a problem already reported."""
-    with opened(path) as file:
-        start = file.peek(4)[:4]
-        if start == b"PAR1":
-            if not scheme(path) and not os.path.isfile(path):
-                raise OSError("it is Parquet, whose rows are found from its end: name the file, a pipe has no end")
-            yield from _parquet_rows(path, name, digest, report)
-        elif start[:2] == b"\x1f\x8b":
-            with gzip.open(file) as plain:
-                yield from json_rows(cast("BinaryIO", plain), name, digest, report)
-        else:
-            yield from json_rows(file, name, digest, report)
+    """`(line, row)` for every non-blank line; None for a row whose syntax is a problem already reported.
+
+    The lines of a tar or a Parquet file are its images or rows, counted from 1 on through all files of a pattern.
+    """
+    parts = matches(path) if is_pattern(path) else None
+    line = 0
+    for part in [path] if parts is None else parts:
+        with opened(part) as file:
+            start = file.peek(_START)[:_START]
+            kind = "Parquet" if start[:4] == b"PAR1" else "a tar" if looks_like_a_tar(start) else ""
+            if kind and not scheme(part) and not os.path.isfile(part):
+                raise OSError(f"it is {kind}, which is not read from front to end: name the file, a pipe has no end")
+            if kind:
+                rows = table_rows if kind == "Parquet" else tar_rows
+                for row in rows(file, _relative(part, base_of(path)), name if parts is None else part, digest, report):
+                    line += 1
+                    yield line, row
+            elif parts is not None:
+                report.add(part, "neither a tar nor a Parquet file", "only these where a pattern names the manifest")
+            elif start[:2] == b"\x1f\x8b":
+                with gzip.open(file) as plain:
+                    if looks_like_a_tar(cast("BufferedReader", plain).peek(_START)[:_START]):
+                        raise OSError("it is a compressed tar, whose images have no offsets: decompress it first")
+                    yield from json_rows(cast("BinaryIO", plain), name, digest, report)
+            else:
+                yield from json_rows(file, name, digest, report)
+
+
+def _relative(part: str, base: str) -> str:
+    """What image strings call a file: its path from the folder that relative paths start from."""
+    if scheme(part):
+        return part if "?" in part else part.removeprefix(f"{base}/")
+    return os.path.relpath(os.path.abspath(part), base)
+
+
+def is_pattern(path: str) -> bool:
+    """Whether a manifest's name stands for several files: `shards/*.tar`. A file of that very name comes first."""
+    address = scheme(path)
+    if address in ("http", "https"):  # there, a question mark begins what is no path
+        return False
+    return any(letter in path for letter in "*?[") and (address is not None or not os.path.lexists(path))
+
+
+def matches(pattern: str) -> list[str]:
+    """The files that a pattern names, sorted. Raises OSError where there are none."""
+    found = remote.glob(pattern) if scheme(pattern) else glob.glob(pattern, recursive=True)
+    if not found:
+        raise OSError("no file matches")
+    return sorted(found)
 
 
 def opened(path: str) -> AbstractContextManager[BufferedReader]:
     """The bytes of a file, of an object at a URL, or of standard input for `-`. Raises OSError."""
     if scheme(path):
-        return BufferedReader(RemoteFile(path), _PIECE)
+        return BufferedReader(remote.RemoteFile(path), _PIECE)
     if path != "-":
         return open(path, "rb")
     if sys.stdin is None:  # so it is where a shell closed it: `<&-`
@@ -204,68 +247,6 @@ def _per_line(text: bytes) -> tuple[str, str]:
     return "a JSON object on one line", hints.get(text[:1], "")
 
 
-def _parquet_rows(path: str, name: str, digest: Any, report: Report) -> Iterator[tuple[int, dict[str, Any] | None]]:
-    from pyarrow import parquet
-
-    with opened(path) as file:
-        while chunk := file.read(1 << 20):
-            digest.update(chunk)
-    line = 0
-    with opened(path) as file, parquet.ParquetFile(file) as table:
-        columns = _usable_columns(table.schema_arrow, name, report)
-        if not columns:
-            return
-        for batch in table.iter_batches(batch_size=4096, columns=columns):
-            try:
-                rows = batch.to_pylist()
-            except UnicodeDecodeError:
-                raise OSError(f"a text in rows {line + 1} to {line + batch.num_rows} is not UTF-8") from None
-            for row in rows:
-                line += 1
-                yield line, from_parquet(row)
-
-
-def _usable_columns(schema: pa.Schema, name: str, report: Report) -> list[str]:
-    """The columns whose values JSON can hold; each other one is one problem, not one a row."""
-    names = schema.names
-    for column in sorted({column for column in names if names.count(column) > 1}):
-        report.add(name, f"two columns are named {show(column)}", "names that are unique")
-    if report.total:
-        return []
-    wrong = [field for field in schema if not _json_type(field.type)]
-    for field in wrong:
-        hint = (
-            "write the picture to a file and give its path" if field.name in IMAGE_KEYS else "cast it or leave it out"
-        )
-        report.add(name, f"the column {show(field.name)} holds {field.type}", JSON_VALUES, hint)
-    if any(field.name in (*IMAGE_KEYS, "features") for field in wrong):
-        return []  # every row would lack its image
-    return [field.name for field in schema if field not in wrong]
-
-
-def _json_type(kind: pa.DataType) -> bool:
-    if isinstance(kind, pa.BaseExtensionType):
-        return _json_type(kind.storage_type)
-    if pa.types.is_dictionary(kind):
-        return _json_type(kind.value_type)
-    if pa.types.is_nested(kind):
-        return all(_json_type(kind.field(number).type) for number in range(kind.num_fields))
-    tests = (
-        *(pa.types.is_string, pa.types.is_large_string, pa.types.is_string_view),
-        *(pa.types.is_integer, pa.types.is_floating, pa.types.is_boolean, pa.types.is_null),
-    )
-    return any(test(kind) for test in tests)
-
-
-def from_parquet(row: dict[str, Any]) -> dict[str, Any]:
-    """The row as JSON Lines would have it: what is null or NaN is not there, whole numbers are integers."""
-    for key in _WHOLE:
-        value = row.get(key)
-        if isinstance(value, float) and value.is_integer():
-            row[key] = int(value)
-    return {key: value for key, value in row.items() if value is not None and value == value}
-
-
 # --- sources ------------------------------------------------------------------------------------------------------
 
 
@@ -276,6 +257,11 @@ def resolve(image: str, base: str) -> str:
     """
     if image.startswith("data:"):
         return image
+    image, inside = split(image)
+    return _resolve(image, base) + inside
+
+
+def _resolve(image: str, base: str) -> str:
     if image[:7].lower() == "file://":  # all behind the host is the path: file names hold "?" and "#"
         return os.path.normpath(f"/{unquote(image[7:].partition('/')[2])}")
     if scheme(image):

@@ -14,7 +14,8 @@ from typing import Any, BinaryIO, cast
 
 from kimik3_prep import strict_json
 from kimik3_prep.fields import Report, kind, show
-from kimik3_prep.manifest import from_parquet, json_rows, opened
+from kimik3_prep.manifest import json_rows, opened
+from kimik3_prep.tables import from_parquet
 
 #: Where a row stands, `file:line`, and the row; None for one whose problem is reported already.
 Row = tuple[str, dict[str, Any] | None]

@@ -119,6 +119,16 @@ def exists(url: str) -> bool:
     return bool(asked(url, lambda fs, path: fs.exists(path)))
 
 
+def glob(pattern: str) -> list[str]:
+    """The URLs of all objects that a pattern matches."""
+
+    def question(fs: Any, path: str) -> list[str]:
+        fs.invalidate_cache()
+        return [fs.unstrip_protocol(found) for found in fs.glob(path)]
+
+    return asked(pattern, question)
+
+
 def info(url: str) -> dict[str, Any]:
     """What the store says of an object: its `size`, and more under names that each store chooses."""
 

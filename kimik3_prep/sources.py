@@ -25,10 +25,13 @@ from PIL import Image, UnidentifiedImageError
 
 from kimik3_prep import remote
 from kimik3_prep.errors import ItemError, ItemErrorCode, RunError
+from kimik3_prep.members import Part, TableCell, TarMember, member, split
+from kimik3_prep.tables import read_cell
 
 _READ_WHOLE = 256 << 20  # bytes; a larger file is hashed in pieces and decoded from disk
 
 _HEAD = 128 << 10  # bytes of an object that hold nearly every image's header
+_PIECE_OF_A_TABLE = 4 << 20
 _PIECES = 3  # of that size; an image whose header lies in more of them is read whole
 
 
@@ -60,20 +63,49 @@ def opened(source: str, whole: bool) -> Iterator[tuple[BinaryIO, Stamp | None]]:
     whole: all of it will be read, so an object comes in one request; else only its header comes, and more where more is
     read.
     """
+    source, inside = split(source)[0], member(source)
     if source.startswith("data:"):
         yield io.BytesIO(_data_url(source)), None
-    elif not remote.scheme(source):
+    elif remote.scheme(source):
+        with _opened_object(source, inside, whole) as found:
+            yield found
+    else:
         with _regular_file(source) as file:
             status = os.fstat(file.fileno())
-            yield file, Stamp(status.st_size, status.st_mtime_ns)
+            stamp = Stamp(status.st_size, status.st_mtime_ns)  # of the file around it, where the image is a member
+            if isinstance(inside, TarMember):
+                if inside.begin + inside.size > status.st_size:
+                    raise ItemError("truncated", "the archive ends before the member does")
+                part = Part(file.fileno(), inside.begin, inside.size)
+                yield (
+                    (io.BytesIO(part.readall()) if whole and inside.size <= _READ_WHOLE else io.BufferedReader(part)),
+                    stamp,
+                )
+            elif inside is not None:
+                yield io.BytesIO(read_cell(file, (source, stamp), inside)), stamp
+            else:
+                yield file, stamp
+
+
+@contextmanager
+def _opened_object(
+    url: str, inside: TarMember | TableCell | None, whole: bool
+) -> Iterator[tuple[BinaryIO, Stamp | None]]:
+    if isinstance(inside, TableCell):
+        about = remote.info(url)
+        version = (url, *(str(about.get(name)) for name in ("size", "ETag", "etag", "mtime", "updated", "created")))
+        with io.BufferedReader(remote.RemoteFile(url), _PIECE_OF_A_TABLE) as table:
+            content = read_cell(cast("BinaryIO", table), version, inside)
     elif whole:
-        content = remote.read(source)
-        yield io.BytesIO(content), _stamp(len(content), content[:_HEAD])
+        content = remote.read(url) if inside is None else remote.RemoteFile(url, inside.begin, inside.size).readall()
     else:
-        raw = remote.RemoteFile(source, most=_PIECES)
+        begin, size = (inside.begin, inside.size) if inside is not None else (0, None)
+        raw = remote.RemoteFile(url, begin, size, _PIECES)
         with io.BufferedReader(raw, _HEAD) as pieces:
             head = pieces.peek(_HEAD)[:_HEAD]
             yield cast("BinaryIO", pieces), _stamp(raw.size(), head)
+        return
+    yield io.BytesIO(content), _stamp(len(content), content[:_HEAD])
 
 
 def _stamp(size: int, head: bytes) -> Stamp:

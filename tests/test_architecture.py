@@ -22,7 +22,7 @@ CONTRIBUTING = ROOT / ".github" / "CONTRIBUTING.md"
 FLOORS = (
     ("__init__", "errors", "strict_json"),
     ("threads", "memory", "grid", "levels", "disk", "remote", "config_rules", "config"),
-    ("fields", "manifest", "records"),
+    ("fields", "members", "tars", "tables", "manifest", "records"),
     ("spans", "plan"),
     ("sources", "images", "shards", "store", "folder", "mirror", "summary"),
     ("resample", "pixels_cpu", "pixels_device", "local", "compute", "devices", "reading", "features", "training"),

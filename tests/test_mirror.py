@@ -192,6 +192,8 @@ def test_retrying_failed_items(s3: Store, folder: Path, staging: str) -> None:
     s3.fault = lambda method, key: 403 if (method, key) == ("PUT", "out/plan.parquet") else None
     with pytest.raises(RunError):
         prepare(settings(folder, retry_failed=True), Silent())
+    kept = ["plan.parquet", "run.json", "shards/cpu-00001.parquet", "shards/cpu-00001.safetensors"]
+    assert s3.names("out/") == kept, "no commit of what the new plan does not keep, before the store has it"
     s3.fault = lambda method, key: None
     summary = prepare(settings(folder, staging=staging, retry_failed=True), Silent())
     assert summary.failed == 0
@@ -204,19 +206,46 @@ def test_retrying_failed_items(s3: Store, folder: Path, staging: str) -> None:
 
 
 def test_stale_staging_is_dropped(s3: Store, folder: Path) -> None:
-    """Two machines: what the second has finished and retried is not undone by what waits on the first."""
-    s3.fault = lambda method, key: 403 if (method, key) == ("PUT", "out/shards/cpu-00000.parquet") else None
+    """Two machines: what the second has planned anew is not undone by what waits on the first."""
+    s3.fault = lambda method, key: 403 if (method, key) == ("PUT", "out/shards/cpu-00002.parquet") else None
     with pytest.raises(RunError):
         prepare(settings(folder), Silent())
-    assert (folder / "staging" / "shards" / "cpu-00000.safetensors").is_file()
+    assert (folder / "staging" / "shards" / "cpu-00002.safetensors").is_file()
+    shutil.copytree(folder / "staging", folder / "first")
     s3.fault = lambda method, key: None
     picture(100, 90, seed=8).save(folder / "gone.png")
-    prepare(settings(folder, staging="elsewhere", retry_failed=True), Silent())
-    shutil.copy(folder / "staging" / "shards" / "cpu-00000.safetensors", folder / "kept")
+    prepare(settings(folder, staging="elsewhere", overwrite=True), Silent())
     whole = s3.objects("out/")
     assert whole == local(folder)
+    for finished in (True, False):
+        if not finished:
+            for name in ("index.parquet", "shards/cpu-00002.parquet"):
+                s3.client().delete_object(Bucket="bucket", Key=f"out/{name}")
+        prepare(settings(folder, staging="staging" if finished else "first"), Silent())
+        assert s3.objects("out/") == whole
+
+
+def test_what_waits_in_the_staging_folder_is_sent(s3: Store, folder: Path) -> None:
+    whole = local(folder)
+    s3.fault = lambda method, key: 403 if (method, key) == ("PUT", "out/shards/cpu-00002.safetensors") else None
+    with pytest.raises(RunError):
+        prepare(settings(folder), Silent())
+    s3.fault = lambda method, key: None
+    (folder / "4.png").unlink()  # the image in that shard is not needed any more
     prepare(settings(folder), Silent())
     assert s3.objects("out/") == whole
+
+
+def test_commits_that_the_store_lost_are_made_again(s3: Store, folder: Path) -> None:
+    s3.fault = lambda method, key: 403 if (method, key) == ("PUT", "out/index.parquet") else None
+    with pytest.raises(RunError):
+        prepare(settings(folder), Silent())
+    assert len(list((folder / "staging" / "shards").iterdir())) == 3, "the indexes of what has arrived"
+    s3.fault = lambda method, key: None
+    for name in ("cpu-00001.parquet", "cpu-00001.safetensors", "cpu-00002.safetensors"):
+        s3.client().delete_object(Bucket="bucket", Key=f"out/shards/{name}")
+    prepare(settings(folder), Silent())
+    assert s3.objects("out/") == local(folder)
 
 
 def test_a_staging_folder_of_something_else_is_left_alone(s3: Store, folder: Path) -> None:

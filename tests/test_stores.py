@@ -5,7 +5,11 @@ from __future__ import annotations
 import gzip
 import hashlib
 import json
+import os
 import shutil
+import threading
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +90,24 @@ def test_a_run_from_a_store_is_the_run_from_a_folder(s3: Store, folder: Path, ru
     assert (json.loads(again.stdout)["compared"], json.loads(again.stdout)["problems"]) == (6, [])
 
 
+def test_a_run_from_a_web_server(folder: Path, run: Run) -> None:
+    """Python's own: it knows sizes and no ranges."""
+
+    class Files(SimpleHTTPRequestHandler):
+        def log_message(self, *arguments: Any) -> None: ...
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(Files, directory=folder.parent))
+    threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
+    try:
+        url = f"http://127.0.0.1:{server.server_address[1]}/set/m.jsonl?signed=yes"
+        local = run("encode", folder / "m.jsonl", *QUIET, "-o", "local")
+        served = run("encode", url, *QUIET)
+    finally:
+        server.shutdown()
+    assert (local.returncode, served.returncode) == (0, 0), served.stderr
+    assert tree(folder.parent / "local") == tree(folder.parent / "m-features")
+
+
 def test_an_item_that_a_store_does_not_give(s3: Store, folder: Path, run: Run) -> None:
     upload(s3, folder)
     write_manifest(folder / "m.jsonl", [{"image": f"{name}.png"} for name in ("fine", "gone", "secret", "broken")])
@@ -108,8 +130,8 @@ def test_an_item_that_a_store_does_not_give(s3: Store, folder: Path, run: Run) -
 
 
 def test_manifests_of_every_kind(s3: Store, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kimik3_prep.manifest._PIECE", 2000)  # so that none comes in one piece
-    rows = [{"id": f"n{n}", "image": f"{n}.png", "caption": "word " * n} for n in range(300)]
+    monkeypatch.setattr("kimik3_prep.manifest._PIECE", 10_000)  # so that none comes in one piece
+    rows = [{"id": f"n{n}", "image": f"{n}.png", "caption": os.urandom(100).hex()} for n in range(300)]
     plain = write_manifest(tmp_path / "m.jsonl", rows)
     s3.put("d/m.jsonl", plain.read_bytes())
     s3.put("d/m.jsonl.gz", gzip.compress(plain.read_bytes()))

@@ -1,0 +1,98 @@
+"""Images inside of larger files: how a manifest names one, and how it is read without what lies around it.
+
+    set.tar!tar:1536+20480!dir/cat.jpg     20,480 bytes from byte 1,536 on; the name is for people
+    set.parquet!parquet:17!image.bytes     that column of row 17, counted from 0
+
+The file in front of the first `!` is a path or a URL like that of any image.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import re
+from dataclasses import dataclass
+from typing import Any
+
+_MEMBER = re.compile(r"(.+?)(!tar:(\d{1,18})\+(\d{1,18})!.*|!parquet:(\d{1,18})!(.+))", re.DOTALL)
+
+
+@dataclass(frozen=True, slots=True)
+class TarMember:
+    """Bytes of a tar: `size` of them from `begin` on."""
+
+    begin: int
+    size: int
+
+
+@dataclass(frozen=True, slots=True)
+class TableCell:
+    """A cell of a Parquet file: row from 0, and a column, `image`, or a field of one, `image.bytes`."""
+
+    row: int
+    column: str
+
+
+def split(image: str) -> tuple[str, str]:
+    """The file of an image string, and the rest, which begins with `!`; the rest is empty for an image of its own."""
+    if "!" not in image or image.startswith("data:") or not (match := _MEMBER.fullmatch(image)):
+        return image, ""
+    return match[1], match[2]
+
+
+def member(source: str) -> TarMember | TableCell | None:
+    """What of its file an image string means; None for all of it."""
+    if not split(source)[1] or not (match := _MEMBER.fullmatch(source)):
+        return None
+    return TarMember(int(match[3]), int(match[4])) if match[3] else TableCell(int(match[5]), match[6])
+
+
+def name_in_tar(tar: str, begin: int, size: int, name: str) -> str:
+    """The image string of a member."""
+    return f"{tar}!tar:{begin}+{size}!{name}"
+
+
+def name_in_table(table: str, row: int, column: str) -> str:
+    """The image string of a cell."""
+    return f"{table}!parquet:{row}!{column}"
+
+
+class Part(io.RawIOBase):
+    """Part of an open local file, as a file. Reads by offset, so several may share a descriptor."""
+
+    def __init__(self, descriptor: int, begin: int, size: int) -> None:
+        self._descriptor, self._begin, self._size = descriptor, begin, size
+        self._place = 0
+
+    def readable(self) -> bool:
+        """Always."""
+        return True
+
+    def seekable(self) -> bool:
+        """Always."""
+        return True
+
+    def tell(self) -> int:
+        """Where the next read begins."""
+        return self._place
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        """Move; nothing is read."""
+        start = {io.SEEK_SET: 0, io.SEEK_CUR: self._place, io.SEEK_END: self._size}[whence]
+        self._place = max(0, start + offset)
+        return self._place
+
+    def readinto(self, buffer: Any) -> int:
+        """Fill the buffer as far as there is something."""
+        count = max(0, min(len(buffer), self._size - self._place))
+        data = os.pread(self._descriptor, count, self._begin + self._place)
+        buffer[: len(data)] = data
+        self._place += len(data)
+        return len(data)
+
+    def readall(self) -> bytes:
+        """What is left."""
+        parts = []
+        while data := self.read(max(1, min(self._size - self._place, 1 << 30))):
+            parts.append(data)
+        return b"".join(parts)
