@@ -15,7 +15,7 @@ from typing import Any, BinaryIO, cast
 from kimik3_prep import strict_json
 from kimik3_prep.fields import Report, kind, show
 from kimik3_prep.manifest import json_rows, opened
-from kimik3_prep.tables import from_parquet
+from kimik3_prep.tables import as_json
 
 #: Where a row stands, `file:line`, and the row; None for one whose problem is reported already.
 Row = tuple[str, dict[str, Any] | None]
@@ -131,4 +131,4 @@ def _parquet_records(path: str, name: str, report: Report, left_out: list[str]) 
                 raise OSError(f"a text in rows {line + 1} to {line + batch.num_rows} is not UTF-8") from None
             for row in rows:
                 line += 1
-                yield f"{name}:{line}", from_parquet(row)
+                yield f"{name}:{line}", as_json(row)

@@ -37,7 +37,7 @@ def table_rows(file: BinaryIO, table: str, name: str, digest: Any, report: Repor
         if column is None:
             columns = _usable_columns(schema, name, report)
             for values in _group_rows(opened, None, columns) if columns else ():
-                yield _as_json(values)
+                yield as_json(values)
             return
         head, _, field = column.partition(".")
         at = schema.get_field_index(head)
@@ -51,7 +51,7 @@ def table_rows(file: BinaryIO, table: str, name: str, digest: Any, report: Repor
                 path = (values.pop(head, None) or {}).get("path")
                 # The path that the bytes once had is one of the other fields; a row without bytes is read from there.
                 given = {head: name_in_table(table, row, column), "image_path": path} if there else {head: path}
-                found = _as_json({**values, **given})
+                found = as_json({**values, **given})
                 digest.update(json.dumps(found, sort_keys=True, default=str).encode())
                 yield found
                 row += 1
@@ -161,7 +161,7 @@ def _json_type(kind: pa.DataType) -> bool:
     return any(test(kind) for test in tests)
 
 
-def _as_json(row: dict[str, Any]) -> dict[str, Any]:
+def as_json(row: dict[str, Any]) -> dict[str, Any]:
     """The row as JSON Lines would have it: what is null or NaN is not there, whole numbers are integers."""
     for key in _WHOLE:
         value = row.get(key)
