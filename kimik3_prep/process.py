@@ -10,7 +10,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from types import FrameType
 from typing import TYPE_CHECKING
@@ -30,14 +30,30 @@ def run_command(app: Callable[[], object]) -> None:
     _speak_utf8()
     _occupy_standard_streams()
     signal.signal(signal.SIGTERM, _terminate)
+    code: object = 0
     try:
         app()
+    except SystemExit as end:
+        code = end.code
     except OSError as error:  # only of --help and --version: what a command meets ends in `exit_codes`
         from kimik3_prep import terminal
 
         terminal.out.on_broken_pipe()
         terminal.print_error(terminal.CannotPrint(f"cannot write to standard output: {error.strerror or error}"))
-        sys.exit(3)
+        code = 3
+    _end(code)
+
+
+def _end(code: object) -> None:
+    """Exit; at once where a decoder that hangs still has its thread, which the interpreter's end would run into."""
+    threads = sys.modules.get("kimik3_prep.threads")
+    if threads is not None and threads.left_behind():
+        for stream in (sys.stdout, sys.stderr):
+            if stream is not None:
+                with suppress(OSError):
+                    stream.flush()
+        os._exit(code if isinstance(code, int) else int(code is not None))
+    sys.exit(code)  # type: ignore[arg-type]
 
 
 class _Terminated(KeyboardInterrupt):

@@ -300,6 +300,7 @@ def write_index(layout: Layout, shards: Iterable[str], failed: Sequence[pa.Table
     names = list(shards)
 
     held: OrderedDict[int, pa.Table] = OrderedDict()
+    sizes: dict[int, int] = {}
 
     def part(number: int) -> pa.Table:
         """A part's rows, kept while there is room: those of one window lie in few shards, or, repeated, in many."""
@@ -307,11 +308,11 @@ def write_index(layout: Layout, shards: Iterable[str], failed: Sequence[pa.Table
             return failed[number - len(names)]
         if number not in held:
             held[number] = read_index(layout.shard_index(names[number])).replace_schema_metadata(None)
+            sizes[number] = held[number].nbytes
+            while len(held) > 1 and sum(sizes.values()) > _HELD_BYTES:
+                del sizes[held.popitem(last=False)[0]]
         held.move_to_end(number)
-        table = held[number]
-        while len(held) > 1 and sum(other.nbytes for other in held.values()) > _HELD_BYTES:
-            held.popitem(last=False)
-        return table
+        return held[number]
 
     columns = [read_index(layout.shard_index(name), ["item"])["item"] for name in names]
     items = [column.to_numpy() for column in (*columns, *(table["item"] for table in failed))]

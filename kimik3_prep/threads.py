@@ -42,6 +42,12 @@ class _Task:
 
 
 _current = threading.local()
+_lost: set[threading.Thread] = set()
+
+
+def left_behind() -> bool:
+    """Whether a thread that was given up is still at work: the interpreter cannot be taken down around it."""
+    return any(thread.is_alive() for thread in _lost)
 
 
 @contextmanager
@@ -88,6 +94,7 @@ class ImageThreads(Executor):
         self._lock = threading.Lock()
         self._running: dict[threading.Thread, _Task] = {}
         self._threads: set[threading.Thread] = set()
+        self._left: list[threading.Thread] = []
         self._closed = False
         self._ended = threading.Event()  # closed, and no thread is left
         with self._lock:
@@ -118,6 +125,8 @@ class ImageThreads(Executor):
         if wait:
             self._ended.wait()
             self._watcher.join()
+            for thread in self._left:  # what a thread kept for itself is freed after its last line of Python
+                thread.join()
 
     def _start(self) -> None:
         # A daemon: one that hangs in a decoder must not keep the process from ending.
@@ -148,6 +157,7 @@ class ImageThreads(Executor):
     def _leave(self, thread: threading.Thread) -> None:
         with self._lock:
             self._threads.discard(thread)
+            self._left.append(thread)
             if self._closed and not self._threads:
                 self._ended.set()
 
@@ -172,4 +182,5 @@ class ImageThreads(Executor):
         with self._lock:
             self._running.pop(thread, None)
             self._threads.discard(thread)
+            _lost.add(thread)
             self._start()
