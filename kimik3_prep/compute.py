@@ -13,7 +13,7 @@ from kimik3_prep.images import Decoded, decode
 from kimik3_prep.local import cast_features, read_features
 from kimik3_prep.pixels_cpu import TORCH_DTYPES, write_patches
 from kimik3_prep.plan import PlannedItem
-from kimik3_prep.sources import Stamp, foreign_errors, read_file
+from kimik3_prep.sources import Stamp, foreign_errors, planned_stamp, read_file
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,17 +32,17 @@ class Recipe:
         return cls(config, TORCH_DTYPES[facts["dtype"]], facts["max_pixels"], facts["exif"] == "apply")
 
 
-def features(item: PlannedItem, source: str, recipe: Recipe, planned: Stamp | None = None) -> tuple[torch.Tensor, str]:
+def features(item: PlannedItem, source: str, recipe: Recipe, same_file: bool = False) -> tuple[torch.Tensor, str]:
     """`[L, 3, p, p]` of the recipe's dtype, and the hash of the encoded bytes. `source` is the item's, resolved.
 
-    planned: the stamp of the file that was planned; another one is refused.
+    same_file: refuse a file that has changed since it was planned, or is another one.
     Raises ItemError where the image cannot be read, or is not the one that was planned.
     """
     config = recipe.config
     if not item.grid.new_w:  # features made elsewhere
         content, content_hash = read_file(source)
         return cast_features(read_features(content, item.grid.thw, config), config, recipe.dtype), content_hash
-    decoded = planned_image(item, source, recipe, planned)
+    decoded = planned_image(item, source, recipe, planned_stamp(item) if same_file else None)
     out = torch.empty((item.patch_count, 3, config.patch_size, config.patch_size), dtype=recipe.dtype)
     with foreign_errors():
         write_patches(decoded.image, item.grid, config, out)

@@ -19,7 +19,7 @@ from kimik3_prep.memory import Room, available_memory
 from kimik3_prep.pixels_cpu import TORCH_DTYPES
 from kimik3_prep.plan import PlannedItem, ShardPlan
 from kimik3_prep.shards import ShardFormat
-from kimik3_prep.sources import Stamp
+from kimik3_prep.sources import Stamp, planned_stamp
 from kimik3_prep.threads import DEFAULT_ITEM_TIMEOUT
 
 
@@ -103,11 +103,8 @@ def decode_item(item: PlannedItem, job: ShardJob) -> Decoded:
 
     Where its file is gone, and its bytes are known to be those of others too, one of these will do.
     """
-    planned = None
-    if item.source_size is not None and item.source_mtime_ns is not None:
-        planned = Stamp(item.source_size, item.source_mtime_ns)
     try:
-        return _decode_file(item.image, planned, item, job)
+        return _decode_file(item.image, planned_stamp(item), item, job)
     except ItemError as error:
         if item.content_hash is None or error.code not in ("not_found", "permission_denied", "source_changed"):
             raise

@@ -8,11 +8,11 @@ The file in front of the first `!` is a path or a URL like that of any image.
 
 from __future__ import annotations
 
-import io
 import os
 import re
 from dataclasses import dataclass
-from typing import Any
+
+from kimik3_prep.offsets import OffsetFile
 
 _MEMBER = re.compile(r"(.+?)(!tar:(\d{1,18})\+(\d{1,18})!.*|!parquet:(\d{1,18})!(.+))", re.DOTALL)
 
@@ -57,38 +57,19 @@ def name_in_table(table: str, row: int, column: str) -> str:
     return f"{table}!parquet:{row}!{column}"
 
 
-class Part(io.RawIOBase):
+class Part(OffsetFile):
     """Part of an open local file, as a file. Reads by offset, so several may share a descriptor."""
 
     def __init__(self, descriptor: int, begin: int, size: int) -> None:
+        super().__init__()
         self._descriptor, self._begin, self._size = descriptor, begin, size
-        self._place = 0
 
-    def readable(self) -> bool:
-        """Always."""
-        return True
+    def size(self) -> int:
+        """Bytes of the part."""
+        return self._size
 
-    def seekable(self) -> bool:
-        """Always."""
-        return True
-
-    def tell(self) -> int:
-        """Where the next read begins."""
-        return self._place
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        """Move; nothing is read."""
-        start = {io.SEEK_SET: 0, io.SEEK_CUR: self._place, io.SEEK_END: self._size}[whence]
-        self._place = max(0, start + offset)
-        return self._place
-
-    def readinto(self, buffer: Any) -> int:
-        """Fill the buffer as far as there is something."""
-        count = max(0, min(len(buffer), self._size - self._place))
-        data = os.pread(self._descriptor, count, self._begin + self._place)
-        buffer[: len(data)] = data
-        self._place += len(data)
-        return len(data)
+    def _read(self, place: int, count: int) -> bytes:
+        return os.pread(self._descriptor, max(0, min(count, self._size - place)), self._begin + place)
 
     def readall(self) -> bytes:
         """What is left."""

@@ -20,12 +20,12 @@ import pyarrow.compute as pc
 from kimik3_prep.errors import FailedItem, InputError, ItemError, Problem, StoreError
 from kimik3_prep.folder import beneath_run
 from kimik3_prep.manifest import resolve
-from kimik3_prep.plan import ITEM_BYTES, PlannedItem, one_item
+from kimik3_prep.plan import ITEM_BYTES, one_item
 from kimik3_prep.shards import METADATA_KEY, SAFETENSORS_DTYPES, open_shard
 from kimik3_prep.store import Layout, read_index, read_plan, read_run
 
 if TYPE_CHECKING:
-    from kimik3_prep.sources import Stamp
+    pass
 
 #: An item: its id, or its manifest row from 0 (negative: from the end).
 Key = str | SupportsIndex
@@ -164,9 +164,9 @@ class StoredRun:
 
         base, recipe, planned = self._recipe
         item = one_item(planned.slice(row, 1))
-        stamp = _planned_stamp(item) if self._images is None else None  # a copy of a file has another time
         try:
-            levels, content_hash = features(item, resolve(item.image, base), recipe, stamp)
+            # A copy of a file has another time.
+            levels, content_hash = features(item, resolve(item.image, base), recipe, same_file=self._images is None)
             if item.content_hash not in (None, content_hash):
                 raise ItemError("content_hash_mismatch", f"the file's is {content_hash}")
         except ItemError as error:
@@ -218,14 +218,6 @@ class StoredRun:
         if _stamp(self.layout.index) != self._stamp:  # a retry of failed items moves the others in their shard
             raise StoreError(f"{self.layout.index} is not the one that was read: the run was changed; open it anew")
         return np.asarray(shard.raw("pixel_values")), np.asarray(shard.raw("grid_thws"))
-
-
-def _planned_stamp(item: PlannedItem) -> Stamp | None:
-    from kimik3_prep.sources import Stamp
-
-    if item.source_size is None or item.source_mtime_ns is None:
-        return None
-    return Stamp(item.source_size, item.source_mtime_ns)
 
 
 def _stamp(path: Path) -> tuple[int, int, int] | None:

@@ -9,7 +9,6 @@ where they always look; nothing here knows of them.
 from __future__ import annotations
 
 import errno
-import io
 import os
 import random
 import re
@@ -19,6 +18,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 from kimik3_prep.errors import InputError, Problem
+from kimik3_prep.offsets import OffsetFile
 
 #: How often anything is asked for. S3's own library asks up to five times each time it is asked (AWS_MAX_ATTEMPTS).
 ATTEMPTS = 4
@@ -140,7 +140,7 @@ def info(url: str) -> dict[str, Any]:
     return asked(url, question)
 
 
-class RemoteFile(io.RawIOBase):
+class RemoteFile(OffsetFile):
     """Part of an object as a file that is read in pieces: one request each time somebody reads.
 
     begin, size: the part; without them all of it. most: after so many pieces the rest comes in one. Wrap it in a
@@ -149,34 +149,10 @@ class RemoteFile(io.RawIOBase):
 
     def __init__(self, url: str, begin: int = 0, size: int | None = None, most: int | None = None) -> None:
         self._url, self._begin, self._size, self._most = url, begin, size, most
+        super().__init__()
         self._part = size is not None
-        self._place = self._pieces = 0
+        self._pieces = 0
         self._whole: bytes | None = None
-
-    def readable(self) -> bool:
-        """Always."""
-        return True
-
-    def seekable(self) -> bool:
-        """Always."""
-        return True
-
-    def tell(self) -> int:
-        """Where the next read begins."""
-        return self._place
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        """Move; nothing is read."""
-        start = {io.SEEK_SET: 0, io.SEEK_CUR: self._place}.get(whence)
-        self._place = max(0, offset + (self.size() if start is None else start))
-        return self._place
-
-    def readinto(self, buffer: Any) -> int:
-        """Fill the buffer as far as there is something."""
-        data = self._read(self._place, len(buffer))
-        buffer[: len(data)] = data
-        self._place += len(data)
-        return len(data)
 
     def readall(self) -> bytes:
         """What is left, in one request."""

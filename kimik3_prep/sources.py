@@ -26,6 +26,7 @@ from PIL import Image, UnidentifiedImageError
 from kimik3_prep import remote
 from kimik3_prep.errors import ItemError, ItemErrorCode, RunError
 from kimik3_prep.members import Part, TableCell, TarMember, member, split
+from kimik3_prep.plan import PlannedItem
 from kimik3_prep.tables import read_cell
 
 _READ_WHOLE = 256 << 20  # bytes; a larger file is hashed in pieces and decoded from disk
@@ -44,6 +45,13 @@ class Stamp:
 
     size: int
     mtime_ns: int
+
+
+def planned_stamp(item: PlannedItem) -> Stamp | None:
+    """The stamp of the source that was planned; None where it was not opened then."""
+    if item.source_size is None or item.source_mtime_ns is None:
+        return None
+    return Stamp(item.source_size, item.source_mtime_ns)
 
 
 def read_file(source: str) -> tuple[bytes, str]:

@@ -78,6 +78,20 @@ def write_manifest(path: Path, rows: list[dict[str, Any]]) -> Path:
     return path
 
 
+def on_full_output(command: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
+    """Run the real `kimik3-prep` with a standard output that takes nothing."""
+    with open("/dev/full", "w") as full:
+        return subprocess.run(
+            [str(BINARY), *command],
+            cwd=folder,
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+
+
 def slow_jpeg(side: int, scans: int) -> bytes:
     """A small progressive JPEG whose last scan comes again and again, each time over the whole picture."""
     buffer = io.BytesIO()

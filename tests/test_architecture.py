@@ -21,7 +21,7 @@ CONTRIBUTING = ROOT / ".github" / "CONTRIBUTING.md"
 #: A new module gets a place here and in the table of CONTRIBUTING.md.
 FLOORS = (
     ("__init__", "errors", "strict_json"),
-    ("threads", "memory", "grid", "levels", "disk", "remote", "config_rules", "config"),
+    ("threads", "memory", "grid", "levels", "disk", "offsets", "remote", "config_rules", "config"),
     ("fields", "members", "tars", "tables", "manifest", "records"),
     ("spans", "plan"),
     ("sources", "images", "shards", "store", "folder", "mirror", "summary"),

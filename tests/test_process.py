@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import subprocess
 from pathlib import Path
 
 import pytest
-from conftest import BINARY
+from conftest import on_full_output
 
 
 @pytest.mark.parametrize(
@@ -20,15 +19,6 @@ from conftest import BINARY
     ],
 )
 def test_nothing_fits_on_standard_output(command: list[str], tmp_path: Path) -> None:
-    with open("/dev/full", "w") as full:
-        done = subprocess.run(
-            [str(BINARY), *command],
-            cwd=tmp_path,
-            stdout=full,
-            stderr=subprocess.PIPE,
-            text=True,
-            timeout=120,
-            check=False,
-        )
+    done = on_full_output(command, tmp_path)
     assert done.returncode == 3
     assert done.stderr == "error: cannot write to standard output: No space left on device\n"

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import BINARY, Run, picture, write_manifest
+from conftest import BINARY, Run, on_full_output, picture, write_manifest
 from PIL import Image
 from test_crash import tree
 
@@ -269,16 +269,7 @@ def test_an_output_that_is_full_is_said_in_a_sentence(
     command: list[str], form: str, pictures: Path, run: Run, tmp_path: Path
 ) -> None:
     assert run(*ENCODE, "-o", "out").returncode == 0
-    with open("/dev/full", "w") as full:
-        done = subprocess.run(
-            [str(BINARY), *command, "--format", form],
-            cwd=tmp_path,
-            stdout=full,
-            stderr=subprocess.PIPE,
-            text=True,
-            timeout=120,
-            check=False,
-        )
+    done = on_full_output([*command, "--format", form], tmp_path)
     assert done.returncode == 3
     assert done.stderr == "error: cannot write to standard output: No space left on device\n"
 
