@@ -13,7 +13,7 @@ import typer
 
 from kimik3_prep import __version__
 from kimik3_prep.errors import InputError, Problem
-from kimik3_prep.process import exit_codes, run_command, tell
+from kimik3_prep.screen.process import exit_codes, run_command, tell
 
 app = typer.Typer(
     name="kimik3-prep",
@@ -53,8 +53,8 @@ def validate_config(
     format: Format = "text",
 ) -> None:
     """Say everything a preprocessor config means, and everything that is wrong with it."""
-    from kimik3_prep import terminal
-    from kimik3_prep.config import diagnose, find_config, write_fixed_copy
+    from kimik3_prep.checkpoint.config import diagnose, find_config, write_fixed_copy
+    from kimik3_prep.screen import terminal
 
     with exit_codes(format):
         diagnosis = diagnose(find_config(config))
@@ -88,7 +88,9 @@ def manifest(
     format: Format = "text",
 ) -> None:
     """Make a manifest of a folder of images, or of a list whose rows name images."""
-    from kimik3_prep import findings, gathering, terminal
+    from kimik3_prep.manifest import folder as gathering
+    from kimik3_prep.screen import answers as findings
+    from kimik3_prep.screen import terminal
 
     with exit_codes(format):
         if format == "json" and output is None:
@@ -185,10 +187,13 @@ def encode(
     """Encode a manifest of images into shards of pixel features."""
 
     with exit_codes(format):
-        from kimik3_prep import check, ranges  # inside: these imports take a second, in which Ctrl-C may be pressed
-        from kimik3_prep import prepare as run
-        from kimik3_prep.plan import parse_size
-        from kimik3_prep.progress import ProgressReporter
+        from kimik3_prep.output.plan import parse_size
+        from kimik3_prep.run import (
+            check,
+            ranges,  # inside: these imports take a second, in which Ctrl-C may be pressed
+        )
+        from kimik3_prep.run import prepare as run
+        from kimik3_prep.screen.progress import ProgressReporter
 
         folder, store = check.destination(output, staging, manifest)
         settings = check.Settings(
@@ -234,8 +239,8 @@ def finish(
     """Write the final index, once all ranges of a run have filled their shards."""
 
     with exit_codes(format):
-        from kimik3_prep import ranges
-        from kimik3_prep.progress import ProgressReporter
+        from kimik3_prep.run import ranges
+        from kimik3_prep.screen.progress import ProgressReporter
 
         with ProgressReporter(False) as reporter:
             summary = ranges.finish(path, reporter)
@@ -260,7 +265,9 @@ def inspect(
     format: Format = "text",
 ) -> None:
     """Show what lies in a shard, an index or an output folder."""
-    from kimik3_prep import findings, inspection, sheets, terminal
+    from kimik3_prep.reading import inspection, sheets
+    from kimik3_prep.screen import answers as findings
+    from kimik3_prep.screen import terminal
 
     with exit_codes(format):
         if (id or grid) and render is None:
@@ -298,13 +305,14 @@ def verify(
     format: Format = "text",
 ) -> None:
     """Prove that an output folder holds what its run says; exit 1 where it does not."""
-    from kimik3_prep import findings, terminal
+    from kimik3_prep.screen import answers as findings
+    from kimik3_prep.screen import terminal
 
     with exit_codes(format):
-        from kimik3_prep import verify as proof
+        from kimik3_prep.reading import verify as proof
 
         if against_source or processor is not None:
-            from kimik3_prep import recompute
+            from kimik3_prep.reading import recompute
 
             code = recompute.processor_folder(processor, trust_remote_code)
         report = proof.verify(path)

@@ -301,7 +301,7 @@ def planning(bench: Bench, memory: Path, workers: int) -> None:
 
 def headers(bench: Bench, images: list[Path], workers: int) -> None:
     """Header probes of local files."""
-    from kimik3_prep.images import probe
+    from kimik3_prep.images.decode import probe
 
     names = [str(path) for path in images] * max(1, 2000 // len(images))
 

@@ -2,21 +2,41 @@
 
 from __future__ import annotations
 
+import copy
+import hashlib
 import io
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+import threading
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pytest
+import reference
 from PIL import Image
 from stores import Store, serving
 
-from kimik3_prep.config import PreprocessorConfig, load_config, published_path
+from kimik3_prep.checkpoint.config import (
+    Background,
+    Diagnosis,
+    PreprocessorConfig,
+    diagnose,
+    load_config,
+    published_path,
+)
+from kimik3_prep.checkpoint.grid import GridRule
+from kimik3_prep.errors import Problem
+from kimik3_prep.manifest.read import read_manifest
+from kimik3_prep.output.plan import make_plan, split_shards
+from kimik3_prep.output.spans import Headers, find_spans
+from kimik3_prep.output.tables import FORMAT, Layout, Outcome, Stored, index_table, write_shard_index
+from kimik3_prep.run.check import Settings
+from kimik3_prep.run.prepare import prepare
 
 GOLDEN = Path(__file__).parent / "golden"
 BINARY = Path(sys.executable).with_name("kimik3-prep")
@@ -102,13 +122,176 @@ def slow_jpeg(side: int, scans: int) -> bytes:
 
 
 class Silent:
-    """A reporter that says nothing."""
+    """A reporter that only remembers."""
 
-    def warn(self, problem: object) -> None: ...
+    def __init__(self) -> None:
+        self.warnings: list[Problem] = []
+        self.phases: list[tuple[str, int]] = []
+        self.done = self.failed = 0
+        self._lock = threading.Lock()
 
-    def phase(self, name: str, total: int) -> None: ...
+    def warn(self, problem: Problem) -> None:
+        self.warnings.append(problem)
 
-    def advance(self, images: int, pixels: int, size: int, failed: int) -> None: ...
+    def phase(self, name: str, total: int) -> None:
+        self.phases.append((name, total))
+
+    def advance(self, images: int, pixels: int, size: int, failed: int) -> None:
+        with self._lock:
+            self.done += images
+            self.failed += failed
+
+
+def encode(manifest: Path, output: Path, **more: Any) -> Any:
+    """Encode in this process, with the published config."""
+    settings = Settings(manifest=str(manifest), output=output, config="kimi-k3", **more)
+    return prepare(settings, Silent())
+
+
+def tree(root: Path) -> dict[str, str]:
+    """The digest of every file, and the names of all folders."""
+    return {
+        str(path.relative_to(root)): hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else "folder"
+        for path in sorted(root.rglob("*"))
+    }
+
+
+def local_row(folder: Path, name: str, image: Any, **more: Any) -> dict[str, Any]:
+    """A row of features made beforehand, and its file."""
+    from safetensors.numpy import save_file
+
+    values = reference.features(image, reference.PUBLISHED)
+    size = reference.grid(*image.size, reference.PUBLISHED)
+    thw = [1, size["rows"], size["cols"]]
+    if name.endswith(".npy"):
+        np.save(folder / name, values)
+    else:
+        save_file({"pixel_values": values, "grid_thws": np.array([thw])}, folder / name)
+    return {"id": name, "features": name, "grid_thw": thw, **more}
+
+
+def cfg_and_config(**changes: Any) -> tuple[dict[str, Any], PreprocessorConfig]:
+    """The same config for the reference and for the package."""
+    cfg = {**reference.PUBLISHED, **changes}
+    background = cfg["transparent_bg_config"]
+    if background is not None:
+        defaults = {"pattern": "black", "chessboard_square_size": 16, "chessboard_square_on_top_left": True}
+        full = {**defaults, "chessboard_white_value": 255, "chessboard_gray_value": 200, **background}
+        background = Background(*full.values())
+    config = PreprocessorConfig(
+        patch_size=cfg["patch_size"],
+        merge_size=cfg["merge_kernel_size"],
+        in_patch_limit=cfg["in_patch_limit"],
+        patch_limit_on_one_side=cfg["patch_limit_on_one_side"],
+        image_mean=tuple(cfg["image_mean"]),
+        image_std=tuple(cfg["image_std"]),
+        fixed_output_tokens=None,
+        background=background,
+        fill_stage=cfg["transparent_bg_fill_stage"],
+    )
+    return cfg, config
+
+
+def in_mode(mode: str, width: int, height: int, seed: int) -> Image.Image:
+    if mode == "PA":
+        image = picture(width, height, "LA", seed).convert("PA")
+        palette = np.random.default_rng(seed).integers(0, 256, 768, dtype=np.uint8)
+        image.putpalette(palette.tobytes())
+        return image
+    if mode == "I;16":
+        return picture(width, height, "I", seed).point(lambda value: value * 3).convert("I;16")
+    if mode == "RGBa":
+        return picture(width, height, mode.upper(), seed).convert(mode)
+    if mode in ("LAB", "HSV", "YCbCr", "CMYK", "RGBX"):
+        return picture(width, height, "RGB", seed).convert(mode) if mode != "LAB" else lab(width, height, seed)
+    return picture(width, height, mode, seed)
+
+
+def lab(width: int, height: int, seed: int) -> Image.Image:
+    bands = picture(width, height, "RGB", seed).tobytes()
+    return Image.frombytes("LAB", (width, height), bands)
+
+
+FACTS: dict[str, Any] = {
+    "config": {"patch_size": 14, "image_mean": [0.5, 0.5, 0.5], "background": {"pattern": "chessboard", "gray": 180}},
+    "decoders": {"pillow": "13.0.0", "webp": "1.6.0"},
+    "dtype": "float32",
+    "limit": None,
+}
+
+
+VERSIONS = {"torch": "2.13.0"}
+
+
+def planned(
+    folder: Path, rows: list[dict[str, Any]], shard_patches: int = 1000, fail: Collection[int] = ()
+) -> pa.Table:
+    """The plan of a manifest whose rows give their sizes; the rows in `fail` failed while planning."""
+    folder.mkdir(exist_ok=True)
+    manifest = read_manifest(str(write_manifest(folder / "m.jsonl", rows)))
+    spans = find_spans(manifest.items, manifest.base, "cpu", True)
+    headers = Headers(len(spans.first_row))
+    for span, row in enumerate(spans.first_row):
+        headers.width[span] = headers.height[span] = rows[row].get("width", 0)
+        if row in fail:
+            headers.error_code[span], headers.error_message[span] = "not_found", "gone"
+    return make_plan(manifest.items, spans, headers, GridRule(14, 2, 65536, 512), shard_patches)
+
+
+def item(image: str, size: int = 28, **more: Any) -> dict[str, Any]:
+    return {"id": more.pop("id", image), "image": image, "width": size, "height": size, **more}
+
+
+def stored(row: int, patch_start: int = 0) -> Stored:
+    return Stored(row, patch_start, "RGB", "PNG", 6, "sha256:" + "0" * 64, "ab" * 16)
+
+
+def commit(layout: Layout, plan: pa.Table) -> tuple[list[str], list[pa.Table]]:
+    """Commit every shard of a plan, with every image stored; gives what `write_index` takes."""
+    names: list[str] = []
+    failed: list[pa.Table] = []
+    for name, rows in split_shards(iter([plan])):
+        if name is None:
+            failed.append(index_table(rows, {}))
+            continue
+        outcomes: dict[int, Outcome] = {row: stored(row) for row in rows["row"].to_pylist()}
+        write_shard_index(layout, name, index_table(rows, outcomes), {"format": FORMAT})
+        names.append(name)
+    return names, failed
+
+
+PUBLISHED: dict[str, Any] = json.loads(published_path().read_text())["media_proc_cfg"]
+
+
+BOARD = PUBLISHED["transparent_bg_config"]
+
+
+ABSENT = object()
+
+
+def nested(**changes: Any) -> dict[str, Any]:
+    """The published config with other values; ABSENT takes a key away."""
+    values = {**copy.deepcopy(PUBLISHED), **changes}
+    return {"media_proc_cfg": {key: value for key, value in values.items() if value is not ABSENT}}
+
+
+class Bench:
+    """Writes documents to one file and asks for the diagnosis."""
+
+    def __init__(self, folder: Path) -> None:
+        self.path = folder / "x.json"
+
+    def __call__(self, document: Any) -> Diagnosis:
+        self.path.write_text(document if isinstance(document, str) else json.dumps(document))
+        return diagnose(self.path)
+
+    def only(self, document: Any, severity: str = "error") -> Problem:
+        """The one problem of that severity; its place without the folder."""
+        found = [problem for problem in self(document).problems if problem.severity == severity]
+        assert len(found) == 1, found
+        problem = found[0]
+        where = problem.where.removeprefix(f"{self.path}: ")
+        return Problem(where, problem.what, problem.expected, problem.hint, problem.severity)
 
 
 @pytest.fixture(scope="session")

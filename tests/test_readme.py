@@ -13,8 +13,8 @@ from conftest import Run
 from PIL import Image
 
 from kimik3_prep.errors import ItemErrorCode
-from kimik3_prep.fields import ID_KEYS, IMAGE_KEYS
-from kimik3_prep.store import INDEX_SCHEMA
+from kimik3_prep.manifest.row import ID_KEYS, IMAGE_KEYS
+from kimik3_prep.output.tables import INDEX_SCHEMA
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()

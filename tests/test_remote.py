@@ -14,9 +14,10 @@ import pytest
 from conftest import picture
 from stores import Store
 
-from kimik3_prep import remote, sources
+from kimik3_prep import remote
 from kimik3_prep.errors import ItemError
-from kimik3_prep.images import decode, probe
+from kimik3_prep.images import source as sources
+from kimik3_prep.images.decode import decode, probe
 from kimik3_prep.remote import (
     ATTEMPTS,
     ATTEMPTS_OF_S3,

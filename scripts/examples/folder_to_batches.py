@@ -15,7 +15,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from kimik3_prep import FeatureStore
-from kimik3_prep.training import FeatureDataset, TokenBudgetSampler, collate
+from kimik3_prep.reading.training import FeatureDataset, TokenBudgetSampler, collate
 
 
 def encode(pictures: Path, features: Path) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 
 from kimik3_prep import FeatureStore
-from kimik3_prep.training import TokenBudgetSampler
+from kimik3_prep.reading.training import TokenBudgetSampler
 
 
 def main(index: str) -> None:

@@ -1,0 +1,303 @@
+"""The `preprocessor_config.json` of a Kimi-K3 checkpoint: what it means, and everything that is wrong with it.
+
+The keys are those of `media_proc_cfg` in the published file; which are required, and what an absent one reads as, is
+the checkpoint's own loader's and SGLang's deferred path's rule. Nothing falls back to a default without being said.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal, cast
+
+from kimik3_prep import remote, strict_json
+from kimik3_prep.checkpoint import rules
+from kimik3_prep.checkpoint.grid import GridRule
+from kimik3_prep.errors import InputError, Problem
+
+#: The name that stands for the published config wherever a path to one is asked for.
+PUBLISHED = "kimi-k3"
+
+FILE_NAME = "preprocessor_config.json"
+
+#: Where a config is; a string only for a URL, which no Path can hold.
+Place = Path | str
+
+_MOST_BYTES = 1 << 20  # a real one has about one thousand
+_NEEDED = "Kimi-K3 encoder preprocessing needs an image processor"
+
+
+@dataclass(frozen=True, slots=True)
+class Background:
+    """What transparent pixels show: one gray level, or a chessboard of two (0 to 255), squares in pixels."""
+
+    pattern: Literal["white", "black", "gray", "chessboard"]
+    square_size: int
+    square_on_top_left: bool
+    white_value: int
+    gray_value: int
+
+
+@dataclass(frozen=True, slots=True)
+class PreprocessorConfig:
+    """The values that decide features. Sizes in pixels, limits in patches; `background` None drops alpha."""
+
+    patch_size: int
+    merge_size: int
+    in_patch_limit: int
+    patch_limit_on_one_side: int
+    image_mean: tuple[float, float, float]
+    image_std: tuple[float, float, float]
+    fixed_output_tokens: int | None
+    background: Background | None
+    fill_stage: Literal["before_resize", "after_resize"]
+
+    def grid_rule(self) -> GridRule:
+        """The part that decides grids."""
+        return GridRule(
+            self.patch_size,
+            self.merge_size,
+            self.in_patch_limit,
+            self.patch_limit_on_one_side,
+            self.fixed_output_tokens,
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready values; equal dicts mean equal features."""
+        return {**asdict(self), "image_mean": list(self.image_mean), "image_std": list(self.image_std)}
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> PreprocessorConfig:
+        """The config that `to_dict` described."""
+        background = values["background"]
+        changed = {
+            "image_mean": tuple(values["image_mean"]),
+            "image_std": tuple(values["image_std"]),
+            "background": None if background is None else Background(**background),
+        }
+        return cls(**{**values, **changed})
+
+
+Source = Literal["file", "default", "missing"]
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """One key as it is read. source: file, default (absent, read as `value`) or missing (required and absent)."""
+
+    key: str
+    value: Any
+    published: Any
+    source: Source
+
+
+@dataclass(frozen=True, slots=True)
+class Diagnosis:
+    """All there is to say about a config file. `config` is None when a problem is an error."""
+
+    path: Place
+    config: PreprocessorConfig | None
+    problems: tuple[Problem, ...]
+    settings: tuple[Setting, ...]
+
+    @property
+    def errors(self) -> tuple[Problem, ...]:
+        """The problems that make the config unusable."""
+        return tuple(problem for problem in self.problems if problem.severity == "error")
+
+    @property
+    def warnings(self) -> tuple[Problem, ...]:
+        """The problems one should know of."""
+        return tuple(problem for problem in self.problems if problem.severity == "warning")
+
+    def as_dict(self) -> dict[str, Any]:
+        """JSON-ready."""
+        return {
+            "path": str(self.path),
+            "valid": self.config is not None,
+            "settings": [asdict(setting) for setting in self.settings],
+            "problems": [problem.as_dict() for problem in self.problems],
+        }
+
+
+# --- finding ------------------------------------------------------------------------------------------------------
+
+
+def published_path() -> Path:
+    """The published config shipped with the package, or beside it in a source checkout."""
+    package = Path(__file__).resolve().parent.parent
+    for root in (package, package.parent):
+        path = root / "configs" / PUBLISHED / FILE_NAME
+        if path.is_file():
+            return path
+    raise InputError([Problem(PUBLISHED, "the published config is missing from this installation", hint="reinstall")])
+
+
+@cache
+def published_values() -> Mapping[str, Any]:
+    """The `media_proc_cfg` of the published config."""
+    return cast("Mapping[str, Any]", json.loads(published_path().read_text(encoding="utf-8"))["media_proc_cfg"])
+
+
+def find_config(argument: str | None, beside: Place | None = None) -> Place:
+    """The file that `--config` names: a file, a checkpoint folder, a URL of either, or `kimi-k3` for the published one.
+
+    Without an argument: `preprocessor_config.json` in the folder `beside`, then in the working directory.
+    Raises InputError that lists the places looked at.
+    """
+    if argument == PUBLISHED:
+        return published_path()
+    if argument == "":
+        raise InputError([Problem("--config", "it is empty", "a path", "is a shell variable unset?")])
+    places: list[Place]
+    if argument is not None and remote.scheme(argument):
+        places = [argument if argument.partition("?")[0].endswith(".json") else _in(argument.rstrip("/"))]
+    elif argument is not None:
+        places = [_in(Path(argument)) if os.path.isdir(argument) else Path(argument)]
+    else:
+        places = list(dict.fromkeys(_in(folder) for folder in (beside, Path()) if folder is not None))
+    for place in places:
+        if _is_there(place):
+            return place
+    looked = ", ".join(str(place) for place in places)
+    hint = f"--config takes a {FILE_NAME}, a checkpoint folder, or {PUBLISHED} for the published values"
+    raise InputError([Problem(argument or FILE_NAME, f"{_NEEDED}, and there is none; looked at {looked}", hint=hint)])
+
+
+def _in(folder: Place) -> Place:
+    return folder / FILE_NAME if isinstance(folder, Path) else f"{folder}/{FILE_NAME}"
+
+
+def _is_there(place: Place) -> bool:
+    """Whether there is anything by that name, a dangling link too: passing over it would pick another config silently.
+
+    Raises InputError where one may not even look.
+    """
+    try:
+        if isinstance(place, str):
+            return remote.exists(place)
+        place.lstat()
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except (OSError, ValueError) as error:
+        raise InputError([Problem(str(place), f"cannot be looked at: {_reason(error)}", f"a {FILE_NAME}")]) from error
+    return True
+
+
+def _reason(error: OSError | ValueError) -> str:
+    return getattr(error, "strerror", None) or str(error)
+
+
+# --- reading ------------------------------------------------------------------------------------------------------
+
+
+def load_config(path: Place) -> tuple[PreprocessorConfig, list[Problem]]:
+    """The config and its warnings. Raises InputError with every error in the file."""
+    diagnosis = diagnose(path)
+    if diagnosis.config is None:
+        raise InputError(diagnosis.errors)
+    return diagnosis.config, list(diagnosis.warnings)
+
+
+def diagnose(path: Place) -> Diagnosis:
+    """Read a config and say everything about it. Never raises for what is in the file."""
+    try:
+        content = _read(path)
+        document = strict_json.parse(content, str(path))
+    except strict_json.JsonProblem as error:
+        return Diagnosis(path, None, (error.problem,), ())
+    except InputError as error:
+        return Diagnosis(path, None, error.problems, ())
+    checker = rules.Checker(str(path), published_values())
+    values = checker.check(document)
+    cfg = rules.inner(document)
+    if values is None or cfg is None:
+        return Diagnosis(path, None, tuple(checker.problems), ())
+    wrong = any(problem.severity == "error" for problem in checker.problems)
+    config = None if wrong else PreprocessorConfig.from_dict(values)
+    return Diagnosis(path, config, tuple(checker.problems), tuple(_settings(cfg, values)))
+
+
+def _settings(cfg: Mapping[str, Any], values: Mapping[str, Any]) -> Iterator[Setting]:
+    """Every key the checkpoint's processor reads, as it is read; one with a wrong value as it stands in the file."""
+    published, background = published_values(), "transparent_bg_config"
+    read = {**dict.fromkeys(rules.RESTORED), "transparent_bg_fill_stage": values["fill_stage"], **cfg}
+    if values["merge_size"] is not None:
+        read["merge_kernel_size"] = values["merge_size"]
+    for key in rules.RESTORED:
+        if key == background and isinstance(read[key], dict):
+            for name, default in rules.BACKGROUND_DEFAULTS.items():
+                source: Source = "file" if name in cfg[key] else "default"
+                yield Setting(f"{key}.{name}", cfg[key].get(name, default), published[key][name], source)
+        else:
+            absent: Source = "missing" if key in rules.REQUIRED else "default"
+            yield Setting(key, read[key], published[key], "file" if key in cfg else absent)
+
+
+def _read(path: Place) -> bytes:
+    """The bytes of a regular file, or an object, of sensible size. Raises InputError."""
+
+    def refuse(what: str) -> InputError:
+        return InputError([Problem(str(path), what, f"a {FILE_NAME}")])
+
+    try:
+        if isinstance(path, str):
+            with remote.RemoteFile(path) as part:
+                content = part.read(_MOST_BYTES + 1)
+            if len(content) > _MOST_BYTES:
+                raise refuse(f"more than {_MOST_BYTES:,} bytes long")
+            return content
+        # O_NONBLOCK: a named pipe must not hang us.
+        with open(path, "rb", opener=lambda name, flags: os.open(name, flags | getattr(os, "O_NONBLOCK", 0))) as file:
+            status = os.fstat(file.fileno())
+            if not stat.S_ISREG(status.st_mode):
+                raise refuse("not a regular file")
+            content = file.read(_MOST_BYTES + 1)
+            if len(content) > _MOST_BYTES:
+                raise refuse(f"more than {_MOST_BYTES:,} bytes long")
+            return content
+    except (OSError, ValueError) as error:
+        raise refuse(f"cannot be read: {_reason(error)}") from error
+
+
+# --- mending ------------------------------------------------------------------------------------------------------
+
+
+def write_fixed_copy(diagnosis: Diagnosis, target: Path) -> tuple[str, ...]:
+    """Write a copy that has the missing keys, from beside `media_proc_cfg` or as published; returns their names.
+
+    No value that is there is changed, and no file is ever overwritten: what else is wrong stays wrong. Raises
+    InputError, also for a file without an object to put keys in and for one of another model family.
+    """
+    try:
+        document = strict_json.parse(_read(diagnosis.path), str(diagnosis.path))
+    except strict_json.JsonProblem as error:
+        raise InputError([error.problem]) from None
+    where = str(diagnosis.path)
+    cfg = rules.inner(document)
+    if cfg is None:
+        raise InputError([Problem(where, "no Kimi-K3 config to mend", hint=f"start from --config {PUBLISHED}")])
+    restored = [key for key in rules.RESTORED if key not in cfg]
+    for key in restored:
+        cfg[key] = document.get(key, published_values()[key])  # published beside another value would contradict it
+    text = json.dumps(document, indent=2, ensure_ascii=False) + "\n"
+    try:
+        with open(target, "x", encoding="utf-8") as file:  # "x" refuses the input itself, and links to it
+            try:
+                file.write(text)
+                file.flush()
+            except OSError:
+                target.unlink()  # a disk that is full: half a config is worse than none
+                raise
+    except FileExistsError:
+        raise InputError([Problem(str(target), "exists already", "a new file", "choose another name")]) from None
+    except FileNotFoundError:
+        raise InputError([Problem(str(target), "its folder does not exist", hint="make the folder first")]) from None
+    except (OSError, ValueError) as error:
+        raise InputError([Problem(str(target), f"cannot be written: {_reason(error)}")]) from error
+    return tuple(restored)

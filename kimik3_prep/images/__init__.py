@@ -1,0 +1,1 @@
+"""Encoded images: where their bytes come from, and how they become decoded pictures, safely."""

@@ -1,0 +1,210 @@
+"""Where encoded bytes come from, and the one seam for what goes wrong with them.
+
+Only regular files are opened, `data:` URLs decoded, and other URLs read through `remote.py`. Whatever the file system,
+a protocol or a decoder raises becomes one `ItemError`.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import errno
+import hashlib
+import io
+import os
+import re
+import stat
+import struct
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import BinaryIO, cast
+from urllib.parse import unquote, unquote_to_bytes
+
+from PIL import Image, UnidentifiedImageError
+
+from kimik3_prep import remote
+from kimik3_prep.errors import ItemError, ItemErrorCode, RunError
+from kimik3_prep.images.address import Part, TableCell, TarMember, member, split
+from kimik3_prep.images.cell import read_cell
+
+_READ_WHOLE = 256 << 20  # bytes; a larger file is hashed in pieces and decoded from disk
+
+_HEAD = 128 << 10  # bytes of an object that hold nearly every image's header
+_PIECE_OF_A_TABLE = 4 << 20
+_PIECES = 3  # of that size; an image whose header lies in more of them is read whole
+
+
+@dataclass(frozen=True, slots=True)
+class Stamp:
+    """What tells one version of a source from another: `size` in bytes, `mtime_ns` since the epoch.
+
+    Stores differ in what they tell of an object's time: there, `mtime_ns` is a number made from its first bytes.
+    """
+
+    size: int
+    mtime_ns: int
+
+
+def read_file(source: str) -> tuple[bytes, str]:
+    """All bytes of a resolved `source` and their hash, "sha256:<64 hex>".
+
+    Raises ItemError; RunError where no file can be opened any more.
+    """
+    with foreign_errors(), opened(source, whole=True) as (file, _):
+        content = file.read()
+        return content, f"sha256:{hashlib.sha256(content).hexdigest()}"
+
+
+@contextmanager
+def opened(source: str, whole: bool) -> Iterator[tuple[BinaryIO, Stamp | None]]:
+    """A binary, seekable file for a resolved source, closed on the way out.
+
+    whole: all of it will be read, so an object comes in one request; else only its header comes, and more where more is
+    read.
+    """
+    source, inside = split(source)[0], member(source)
+    if source.startswith("data:"):
+        yield io.BytesIO(_data_url(source)), None
+    elif remote.scheme(source):
+        with _opened_object(source, inside, whole) as found:
+            yield found
+    else:
+        with _regular_file(source) as file:
+            status = os.fstat(file.fileno())
+            stamp = Stamp(status.st_size, status.st_mtime_ns)  # of the file around it, where the image is a member
+            if isinstance(inside, TarMember):
+                if inside.begin + inside.size > status.st_size:
+                    raise ItemError("truncated", "the archive ends before the member does")
+                part = Part(file.fileno(), inside.begin, inside.size)
+                yield (
+                    (io.BytesIO(part.readall()) if whole and inside.size <= _READ_WHOLE else io.BufferedReader(part)),
+                    stamp,
+                )
+            elif inside is not None:
+                yield io.BytesIO(read_cell(file, (source, stamp), inside)), stamp
+            else:
+                yield file, stamp
+
+
+@contextmanager
+def _opened_object(
+    url: str, inside: TarMember | TableCell | None, whole: bool
+) -> Iterator[tuple[BinaryIO, Stamp | None]]:
+    if isinstance(inside, TableCell):
+        about = remote.info(url)
+        version = (url, *(str(about.get(name)) for name in ("size", "ETag", "etag", "mtime", "updated", "created")))
+        with io.BufferedReader(remote.RemoteFile(url), _PIECE_OF_A_TABLE) as table:
+            content = read_cell(cast("BinaryIO", table), version, inside)
+    elif whole:
+        content = remote.read(url) if inside is None else remote.RemoteFile(url, inside.begin, inside.size).readall()
+    else:
+        begin, size = (inside.begin, inside.size) if inside is not None else (0, None)
+        raw = remote.RemoteFile(url, begin, size, _PIECES)
+        with io.BufferedReader(raw, _HEAD) as pieces:
+            head = pieces.peek(_HEAD)[:_HEAD]
+            yield cast("BinaryIO", pieces), _stamp(raw.size(), head)
+        return
+    yield io.BytesIO(content), _stamp(len(content), content[:_HEAD])
+
+
+def _stamp(size: int, head: bytes) -> Stamp:
+    return Stamp(size, int.from_bytes(hashlib.sha256(head).digest()[:8]) >> 1)
+
+
+def _regular_file(path: str) -> BinaryIO:
+    try:
+        # A named pipe without a writer would block here for ever; O_NONBLOCK means nothing to a regular file.
+        descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
+    except ValueError as error:  # a NUL byte in the path
+        raise ItemError("not_found", f"not a path: {error}") from error
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise ItemError("not_a_file", "not a regular file (a folder, a named pipe, a socket or a device)")
+    return os.fdopen(descriptor, "rb")
+
+
+def _data_url(url: str) -> bytes:
+    header, comma, data = url[len("data:") :].partition(",")
+    if not comma:
+        raise ItemError("bad_data_url", "a data: URL needs a comma between its media type and its data")
+    if not header.lower().endswith(";base64"):
+        return unquote_to_bytes(data)
+    try:
+        return base64.b64decode(unquote(data), validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise ItemError("bad_data_url", f"the data is not base64: {error}") from error
+
+
+def hashed(file: BinaryIO, stamp: Stamp | None) -> tuple[BinaryIO, str]:
+    """The file to decode from, and the hash of its bytes. Read once where it fits in memory."""
+    digest = hashlib.sha256()
+    if stamp is not None and stamp.size > _READ_WHOLE:
+        while chunk := file.read(1 << 20):
+            digest.update(chunk)
+        file.seek(0)
+    else:
+        content = file.read()
+        digest.update(content)
+        file = io.BytesIO(content)
+    return file, f"sha256:{digest.hexdigest()}"
+
+
+# --- what went wrong ----------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def foreign_errors() -> Iterator[None]:
+    """The seam: whatever Pillow, the file system or a protocol raises leaves as an ItemError.
+
+    But for one that is no fault of the item: a process that may open no more files is a RunError.
+    """
+    try:
+        yield
+    except ItemError:
+        raise
+    except Exception as error:
+        if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
+            raise RunError(f"cannot open an image: {error.strerror}. {_MORE_FILES}") from error
+        raise translate(error) from error
+
+
+_MORE_FILES = "Raise the limit (`ulimit -n`) or lower --workers, and run the same command to continue."
+
+#: First match wins. A test raises every one of these through the seam.
+_CODES: tuple[tuple[type[Exception], ItemErrorCode], ...] = (
+    (FileNotFoundError, "not_found"),
+    (NotADirectoryError, "not_found"),
+    (PermissionError, "permission_denied"),
+    (IsADirectoryError, "not_a_file"),
+    (remote.RemoteError, "unreadable"),
+    (Image.DecompressionBombError, "too_many_pixels"),
+    (MemoryError, "out_of_memory"),
+    (UnidentifiedImageError, "unidentified"),
+    (EOFError, "truncated"),
+)
+
+
+def translate(error: Exception) -> ItemError:
+    """The ItemError for an exception that a decoder, the file system or a protocol raised."""
+    text = _sentence(error)
+    for kind, code in _CODES:
+        if isinstance(error, kind):
+            return ItemError(code, text)
+    if isinstance(error, OSError) and error.errno is not None:
+        if error.errno in (errno.ENXIO, errno.ENODEV):  # what opening a socket or an absent device gives
+            return ItemError("not_a_file", text)
+        return ItemError("unreadable", text)
+    if "truncated" in text.lower():
+        return ItemError("truncated", text)
+    if isinstance(error, struct.error):
+        return ItemError("corrupt", f"the data does not have the shape its header announces: {text}")
+    return ItemError("corrupt", text if isinstance(error, OSError) else f"{type(error).__name__}: {text}")
+
+
+def _sentence(error: BaseException) -> str:
+    """The exception's text without paths (the index has the image) and memory addresses (bytes must repeat)."""
+    if isinstance(error, OSError) and error.errno is not None and error.strerror:
+        return error.strerror
+    text = re.sub(r" at 0x[0-9a-f]+", "", str(error)).strip()
+    return (text or type(error).__name__)[:500]

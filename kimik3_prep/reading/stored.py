@@ -1,0 +1,253 @@
+"""A finished run as it lies on disk, read back: which row is whose, and the stored patches of any rows.
+
+Numpy and Arrow only. `features.py` makes tensors of it, `pictures.py` pictures.
+"""
+
+from __future__ import annotations
+
+import json
+import operator
+from bisect import bisect_left
+from functools import cached_property, lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, SupportsIndex
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from kimik3_prep.errors import FailedItem, InputError, ItemError, Problem, StoreError
+from kimik3_prep.images.address import resolve
+from kimik3_prep.output.folder import beneath_run
+from kimik3_prep.output.plan import ITEM_BYTES, one_item
+from kimik3_prep.output.shard_file import METADATA_KEY, SAFETENSORS_DTYPES, open_shard
+from kimik3_prep.output.tables import Layout, read_index, read_plan, read_run
+
+if TYPE_CHECKING:
+    pass
+
+#: An item: its id, or its manifest row from 0 (negative: from the end).
+Key = str | SupportsIndex
+
+#: Numpy's type for stored patches; it has no bfloat16, whose bit patterns are uint16.
+KINDS = {"float32": np.float32, "bfloat16": np.uint16, "float16": np.float16, "uint8": np.uint8}
+
+_NUMBERS = ("row", "patch_start", "patch_count", "grid_h", "grid_w", "num_tokens")
+_ABOUT = ("fingerprint", "dtype", "image_mean", "image_std", "patch_size", "merge_size")
+_OPEN_SHARDS = 64  # each map holds a file descriptor, of which a process has about a thousand
+
+Ints = npt.NDArray[np.int64]
+
+
+class StoredRun:
+    """The index of a finished run in memory, its shards mapped as they are needed. Rows are manifest rows from 0.
+
+    table: the index. dtype, patch_size, merge_size, mean, std: of all its shards. grid_h, grid_w, num_tokens: int64 by
+    row, -1 for failed items. ok: the rows that have features, rising. index_only: there are no shards, so that patches
+    are computed from the images, as levels (dtype uint8).
+
+    images: the folder that image paths of an index-only run start from; None for the one it was made with.
+
+    Raises InputError for a folder that is no finished run.
+    """
+
+    def __init__(self, root: Path, images: Path | None = None) -> None:
+        self.layout = Layout(root)
+        self._stamp = _stamp(self.layout.index)
+        self.table = _read_finished(self.layout)
+        about = _metadata(self.layout, self.table)
+        self.dtype, self.patch_size = str(about["dtype"]), int(about["patch_size"])
+        self.merge_size = int(about["merge_size"])
+        self.mean, self.std = tuple(about["image_mean"]), tuple(about["image_std"])
+        self._fingerprint = about["fingerprint"]
+        self.index_only = bool(about.get("index_only", False))
+        self._images = images
+        # Numbers as numpy columns: an element costs no Arrow scalar, and a million rows no million objects.
+        numbers: dict[str, Ints] = {name: pc.fill_null(self.table[name], -1).to_numpy() for name in _NUMBERS}
+        self._row, self._start, self._count, self.grid_h, self.grid_w, self.num_tokens = numbers.values()
+        self._names: list[str] = sorted(pc.unique(self.table["shard"].drop_null()).to_pylist())
+        self._shard = pc.fill_null(pc.index_in(self.table["shard"], pa.array(self._names, pa.string())), -1).to_numpy()
+        self._is_ok: npt.NDArray[np.bool_] = pc.equal(self.table["status"], "ok").to_numpy()
+        self.ok: Ints = np.flatnonzero(self._is_ok)
+        self._open = lru_cache(_OPEN_SHARDS)(self._open_shard)
+
+    def __len__(self) -> int:
+        return int(self.table.num_rows)
+
+    # --- rows ---------------------------------------------------------------------------------------------------
+
+    def find(self, name: str) -> int | None:
+        """The row with this id, None where there is none."""
+        ids = self.table["id"]
+
+        def at(row: Any) -> str:
+            return str(ids[int(row)])
+
+        # Arrow sorts UTF-8 bytes, Python compares code points: the same order.
+        place = bisect_left(self._by_id, name, key=at)
+        return int(self._by_id[place]) if place < len(self) and at(self._by_id[place]) == name else None
+
+    @cached_property
+    def _by_id(self) -> Ints:
+        """Rows in the order of their ids: eight bytes a row, where a dict of strings would take a hundred."""
+        return np.asarray(pc.sort_indices(self.table["id"]).to_numpy(), np.int64)
+
+    def ready(self, key: Key) -> int:
+        """The row of an item that has features. Raises KeyError, IndexError, or FailedItem for one that has none."""
+        if isinstance(key, str):
+            found = self.find(key)
+            if found is None:
+                raise KeyError(f"no item {key!r} in {self.layout.root}")
+            row = found
+        else:
+            row = operator.index(key)
+            row += len(self) if row < 0 else 0
+            if not 0 <= row < len(self):
+                raise IndexError(f"no row {operator.index(key):,} in {self.layout.root}, which has {len(self):,}")
+        if not self._is_ok[row]:
+            raise self.failure(row)
+        return row
+
+    def by_shard(self) -> Ints:
+        """The rows that have features as the shards store them; rows that share a span stand together, rising."""
+        return self.ok[np.lexsort((self._start[self.ok], self._shard[self.ok]))]  # a stable sort
+
+    def values(self, row: int) -> dict[str, Any]:
+        """A row of the index, every column by name."""
+        found: dict[str, Any] = self.table.slice(row, 1).to_pylist()[0]
+        return found
+
+    def label(self, row: int) -> str:
+        """How a message names the item: `line 3, sunset`."""
+        return f"line {self.table['line'][row]}, {self.table['id'][row]}"
+
+    def failed(self) -> list[FailedItem]:
+        """The failed items in manifest order, each as the error that asking for it raises."""
+        return [self.failure(int(row)) for row in np.flatnonzero(~self._is_ok)]
+
+    def failure(self, row: int) -> FailedItem:
+        """Why a failed item has no features."""
+        values = self.table.select(["id", "line", "error_code", "error_message"]).slice(row, 1).to_pylist()[0]
+        return FailedItem(values["error_code"], values["error_message"], values["id"], values["line"])
+
+    # --- patches ------------------------------------------------------------------------------------------------
+
+    def patches(self, rows: list[int]) -> npt.NDArray[Any]:
+        """The stored patches of some rows, one after the other, `[ΣL, 3, p, p]` of `KINDS[dtype]`: one copy, no more.
+
+        Raises StoreError where a shard is gone, damaged, or does not belong to the index.
+        """
+        counts = self._count[rows]
+        packed = np.empty((int(counts.sum()), 3, self.patch_size, self.patch_size), KINDS[self.dtype])
+        begin = 0
+        for row, count in zip(rows, counts, strict=True):
+            packed[begin : begin + count] = self._computed(row) if self.index_only else self._span(row)
+            begin += count
+        return packed
+
+    def _span(self, row: int) -> npt.NDArray[Any]:
+        name = self._names[self._shard[row]]
+        pixels, grids = self._open(name)
+        place, begin, count = (int(numbers[row]) for numbers in (self._row, self._start, self._count))
+        grid = [1, int(self.grid_h[row]), int(self.grid_w[row])]
+        if not 0 <= place < len(grids) or grids[place].tolist() != grid or begin + count > len(pixels):
+            path = self.layout.shard(name)
+            raise StoreError(f"{self.label(row)}: {path} does not hold what the index says of it")
+        return pixels[begin : begin + count]
+
+    # --- without shards -----------------------------------------------------------------------------------------
+
+    def _computed(self, row: int) -> npt.NDArray[np.uint8]:
+        """The levels of an item, from its image. Raises FailedItem where that is not the one that was indexed."""
+        from kimik3_prep.run.compute import features
+
+        base, recipe, planned = self._recipe
+        item = one_item(planned.slice(row, 1))
+        try:
+            # A copy of a file has another time.
+            levels, content_hash = features(item, resolve(item.image, base), recipe, same_file=self._images is None)
+            if item.content_hash not in (None, content_hash):
+                raise ItemError("content_hash_mismatch", f"the file's is {content_hash}")
+        except ItemError as error:
+            raise self._failed(row, error) from error
+        return np.asarray(levels.numpy())
+
+    def content_hash(self, row: int) -> str:
+        """`sha256:<hex>` of an item's encoded bytes; of an index-only run its source is read for it."""
+        from kimik3_prep.images.source import read_file
+
+        told = self.table["content_hash"][row].as_py()
+        if told is not None:
+            return str(told)
+        base, _, planned = self._recipe
+        try:
+            return read_file(resolve(planned["image"][row].as_py(), base))[1]
+        except ItemError as error:
+            raise self._failed(row, error) from error
+
+    def _failed(self, row: int, error: ItemError) -> FailedItem:
+        return FailedItem(error.code, error.message, self.table["id"][row].as_py(), self.table["line"][row].as_py())
+
+    @cached_property
+    def _recipe(self) -> tuple[str, Any, pa.Table]:
+        """Where image paths start, how features are made, and the plan in manifest order: it has data: URLs whole."""
+        from kimik3_prep.run.compute import Recipe
+
+        record = read_run(self.layout)
+        if record is None or record["fingerprint"] != self._fingerprint or not (self._images or "base" in record):
+            raise StoreError(f"{self.layout.run} is not that of {self.layout.index}, which has no features of its own")
+        base = str(self._images) if self._images else beneath_run(self.layout, record["base"])
+        plan = pa.concat_tables(read_plan(self.layout))
+        return base, Recipe.of_run(record["facts"]), plan.take(pc.sort_indices(plan["item"]))
+
+    def _open_shard(self, name: str) -> tuple[npt.NDArray[Any], Ints]:
+        """pixel_values and grid_thws of a shard, mapped read-only."""
+        path = self.layout.shard(name)
+        try:
+            shard = open_shard(path)
+        except InputError as error:  # its problems would not survive the way from a DataLoader's worker
+            raise StoreError("; ".join(map(str, error.problems))) from error
+        if shard.metadata.get("fingerprint") != self._fingerprint:
+            raise StoreError(f"{path} is of another run than {self.layout.index}")
+        pixels, patch = shard.tensors["pixel_values"], self.patch_size
+        kind = SAFETENSORS_DTYPES[self.dtype]
+        if pixels.dtype != kind or pixels.shape[1:] != (3, patch, patch):
+            held = f"{path} holds {pixels.dtype} {list(pixels.shape)}"
+            raise StoreError(f"{held}, {self.layout.index} says {kind} [patches, 3, {patch}, {patch}]")
+        if _stamp(self.layout.index) != self._stamp:  # a retry of failed items moves the others in their shard
+            raise StoreError(f"{self.layout.index} is not the one that was read: the run was changed; open it anew")
+        return np.asarray(shard.raw("pixel_values")), np.asarray(shard.raw("grid_thws"))
+
+
+def _stamp(path: Path) -> tuple[int, int, int] | None:
+    """What changes when a file is replaced; None where there is none."""
+    try:
+        status = path.stat()
+    except OSError:
+        return None
+    return status.st_ino, status.st_mtime_ns, status.st_size
+
+
+def _read_finished(layout: Layout) -> pa.Table:
+    """The index of a finished run. Raises InputError, which tells an unfinished run from a folder of something else."""
+    root, expected = str(layout.root), "a folder that `kimik3-prep encode` wrote"
+    if layout.index.is_file():
+        return read_index(layout.index)
+    if not layout.root.is_dir():
+        what = "is a file" if layout.root.exists() else "does not exist"
+        raise InputError([Problem(root, what, expected)])
+    if read_run(layout) is None:
+        raise InputError([Problem(root, "no index.parquet and no run.json in it", expected)])
+    what, hint = "the run in it is not finished", "run the same encode command again: it goes on where it was"
+    raise InputError([Problem(root, what, hint=hint)])
+
+
+def _metadata(layout: Layout, table: pa.Table) -> dict[str, Any]:
+    """What the index says of all its shards. Raises InputError for an index that does not say it."""
+    about = json.loads((table.schema.metadata or {}).get(METADATA_KEY.encode(), b"{}"))
+    missing = [name for name in _ABOUT if name not in about]
+    if missing or about["dtype"] not in ITEM_BYTES:
+        what = f"does not say the {missing[0]} of its shards" if missing else f"its dtype is {about['dtype']!r}"
+        raise InputError([Problem(str(layout.index), what, "the index.parquet that `kimik3-prep encode` wrote")])
+    return dict(about)

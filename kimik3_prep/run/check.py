@@ -1,0 +1,244 @@
+"""All that can be wrong before any work: the settings of a run, the config and the manifest, reported together."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Literal, Protocol
+
+import pyarrow.compute as pc
+
+from kimik3_prep.checkpoint.config import Place, PreprocessorConfig, find_config, load_config
+from kimik3_prep.errors import INSTALL_RAY, InputError, Problem
+from kimik3_prep.images.address import resolve, split
+from kimik3_prep.images.decode import DEFAULT_MAX_PIXELS
+from kimik3_prep.manifest.read import ITEM_SCHEMA, Manifest, base_of, is_pattern, read_manifest
+from kimik3_prep.manifest.row import show
+from kimik3_prep.output.mirror import staging_folder
+from kimik3_prep.remote import protocol_problem, scheme
+from kimik3_prep.run.devices import auto_backend, find_devices
+from kimik3_prep.run.threads import DEFAULT_ITEM_TIMEOUT
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What `encode` was asked to do. `facts_of` says which of these decide output bytes; the others never do."""
+
+    manifest: str
+    output: Path  # where files are written
+    config: str | None = None
+    backend: Literal["auto", "cpu", "gpu"] = "auto"
+    dtype: str = "float32"
+    device: str | None = None
+    batch_bytes: int = 256 << 20
+    shard_size: int = 512 << 20
+    workers: int = 1
+    dedupe: Literal["path", "content", "off"] = "path"
+    limit: int | None = None
+    max_pixels: int = DEFAULT_MAX_PIXELS
+    max_tokens: int | None = None
+    exif: Literal["ignore", "apply"] = "ignore"
+    memory: int | None = None
+    item_timeout: float = DEFAULT_ITEM_TIMEOUT
+    on_error: Literal["record", "fail"] = "record"
+    max_failures: int | None = None
+    overwrite: bool = False
+    retry_failed: bool = False
+    image_root: Path | None = None
+    store: str | None = None  # URL that they go to then
+    index_only: bool = False
+    engine: Literal["local", "ray"] = "local"
+    ray_address: str | None = None
+    shard_range: tuple[int, int] | None = None
+
+    @property
+    def ray(self) -> str:
+        """Which Ray to use; `local` starts one on this machine. RAY_ADDRESS is how a Ray job is told its cluster's."""
+        return self.ray_address or os.environ.get("RAY_ADDRESS") or "local"
+
+
+class Reporter(Protocol):
+    """Who watches a run. `advance` is called from several threads."""
+
+    def warn(self, problem: Problem) -> None:
+        """Something to know that stops nothing."""
+
+    def phase(self, name: str, total: int) -> None:
+        """A stage of `total` images begins."""
+
+    def advance(self, images: int, pixels: int, size: int, failed: int) -> None:
+        """So many images more are done: their source pixels, their stored bytes, how many failed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Checked:
+    """Input without problems. backend: for rows that choose none. devices: for gpu shards; empty without any."""
+
+    config: PreprocessorConfig
+    manifest: Manifest
+    backend: str
+    devices: tuple[str, ...]
+
+    def without_items(self) -> Checked:
+        """The same without the manifest's rows, which may take up much memory."""
+        return replace(self, manifest=replace(self.manifest, items=ITEM_SCHEMA.empty_table()))
+
+
+def default_output(manifest: str) -> Path:
+    """`<manifest stem>-features` in the working directory; for a pattern the name of its folder."""
+    if is_pattern(manifest):
+        return Path(f"{Path(base_of(manifest)).name or 'manifest'}-features")
+    name = manifest.partition("?")[0] if scheme(manifest) else manifest
+    name = "manifest" if manifest == "-" else Path(name).name.removesuffix(".gz")
+    return Path(f"{Path(name).stem}-features")
+
+
+def destination(output: str | None, staging: Path | None, manifest: str) -> tuple[Path, str | None]:
+    """Where files are written, and the URL they go to then, None where they stay. Raises InputError."""
+    protocol = scheme(output or "")
+    if output is None or protocol is None:
+        if staging is not None:
+            hint = "give --output a URL, or leave it out"
+            raise InputError([Problem("--staging", "is for an output in an object store", hint=hint)])
+        return (default_output(manifest) if output is None else Path(output)), None
+    if problem := protocol_problem(protocol, output):
+        raise InputError([problem])
+    if protocol in ("http", "https"):
+        hint = "s3://, gs://, or the protocol of another store"
+        raise InputError([Problem(output, "a web server takes no files", "a folder or an object store", hint)])
+    url = output.rstrip("/")
+    return staging or staging_folder(url), url
+
+
+def default_workers() -> int:
+    """One image thread a processor this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def check(settings: Settings, reporter: Reporter) -> Checked:
+    """Read config and manifest. Raises InputError with the problems of both; warnings go to the reporter."""
+    _check_protocols(settings)
+    problems = list(_odd_settings(settings))
+    total = len(problems)
+    config = manifest = None
+    backend = auto_backend() if settings.backend == "auto" else settings.backend
+    devices: tuple[str, ...] = ()
+    try:
+        config, warnings = load_config(find_config(settings.config, _beside(settings.manifest)))
+        for warning in warnings:
+            reporter.warn(warning)
+        if settings.max_tokens is not None and config.fixed_output_tokens is not None:
+            what = f"the config gives every image {config.fixed_output_tokens:,} tokens (fixed_output_tokens)"
+            problems.append(Problem("--max-tokens", what, hint="leave it out"))
+            total += 1
+    except InputError as error:
+        problems += error.problems
+        total += error.total
+    try:
+        manifest = read_manifest(settings.manifest, settings.limit)
+        found = [*_unknown_protocols(manifest), *(_odd_grids(manifest, config) if config else [])]
+        if settings.image_root is not None:
+            found += _outside(manifest, settings.image_root)
+        problems += found
+        total += len(found)
+        if not settings.index_only and (asks := _who_asks_for_a_device(settings, manifest, backend)):
+            devices = find_devices(settings.device, asks, settings.engine == "ray" and settings.ray != "local")
+    except InputError as error:
+        problems += error.problems
+        total += error.total
+    if config is None or manifest is None or problems:
+        raise InputError(problems, total)
+    return Checked(config, manifest, backend, devices)
+
+
+def _odd_settings(settings: Settings) -> Iterator[Problem]:
+    """Options that cannot be, or not together."""
+    if settings.engine == "ray" and find_spec("ray") is None:
+        yield Problem("--engine ray", "Ray is not installed", hint=INSTALL_RAY)
+    if settings.engine != "ray" and settings.ray_address is not None:
+        yield Problem("--ray-address", "says which Ray to use", hint="add --engine ray")
+    if settings.shard_range is not None:
+        hint = "leave one of the two out"
+        whole = (settings.overwrite, settings.retry_failed, settings.index_only)
+        for option, used in zip(("--overwrite", "--retry-failed", "--index-only"), whole, strict=True):
+            if used:
+                yield Problem(option, "concerns the whole folder, and --shard-range a part of it", hint=hint)
+    elsewhere = settings.engine == "ray" and settings.ray != "local"
+    if settings.store is not None and (settings.shard_range is not None or elsewhere):
+        option = "--shard-range" if settings.shard_range is not None else "--ray-address"
+        hint = "write to a folder that all machines share, and copy it there"
+        yield Problem(option, "has no staging folder that all its machines see for an output at a URL", hint=hint)
+
+
+def _who_asks_for_a_device(settings: Settings, manifest: Manifest, backend: str) -> str | None:
+    """Where the first wish for the gpu backend stands; None when no item will use it."""
+    items = manifest.items
+    deferred = pc.equal(items["path"], "deferred")
+    rows = items.filter(pc.and_(deferred, pc.equal(pc.fill_null(items["backend"], backend), "gpu")))
+    if not rows.num_rows:
+        return None
+    first = rows["line"][0].as_py() if rows["backend"][0].is_valid else None
+    return f"--backend {settings.backend}" if first is None else f"{manifest.name}:{first}"
+
+
+def _odd_grids(manifest: Manifest, config: PreprocessorConfig) -> Iterator[Problem]:
+    """Grids of locally preprocessed rows that the merge does not divide."""
+    items = manifest.items.select(["path", "line", "grid_thw"])
+    merge = config.merge_size
+    for row in items.filter(pc.equal(items["path"], "local")).to_pylist():
+        if any(side % merge for side in row["grid_thw"][1:]):
+            what = f"grid_thw is {row['grid_thw']}"
+            yield Problem(f"{manifest.name}:{row['line']}", what, f"rows and columns that {merge} divides")
+
+
+def _outside(manifest: Manifest, image_root: Path) -> Iterator[Problem]:
+    """Rows whose file does not lie below `image_root` once every symbolic link is followed.
+
+    URLs are refused with them: some of fsspec's protocols read local files (`local://`, `zip://`).
+    """
+    root = os.path.realpath(image_root)
+    inside = os.path.join(root, "")
+    for batch in manifest.items.select(["image", "line"]).to_batches():
+        for image, line in zip(batch["image"].to_pylist(), batch["line"].to_pylist(), strict=True):
+            if image.startswith("data:"):
+                continue
+            try:
+                source, _ = split(resolve(image, manifest.base))
+                if not scheme(source) and os.path.realpath(source).startswith(inside):
+                    continue
+            except ValueError:  # a NUL byte: nothing can be opened by that name, so nothing outside either
+                continue
+            what = f"{show(image)} does not lie below it"
+            yield Problem(f"{manifest.name}:{line}", what, f"a file below {root} (--image-root)")
+
+
+def _unknown_protocols(manifest: Manifest) -> Iterator[Problem]:
+    """URL schemes that nothing here can read, each named once."""
+    seen: set[str] = set()
+    for batch in manifest.items.select(["image", "line"]).to_batches():
+        for image, line in zip(batch["image"].to_pylist(), batch["line"].to_pylist(), strict=True):
+            protocol = scheme(image)
+            if protocol is not None and protocol not in seen:
+                seen.add(protocol)
+                if problem := protocol_problem(protocol, f"{manifest.name}:{line}"):
+                    yield problem
+
+
+def _check_protocols(settings: Settings) -> None:
+    """Raises InputError for a manifest or config at a URL that nothing here can read."""
+    given = (settings.manifest, settings.config)
+    found = [protocol_problem(protocol, url) for url in given if url and (protocol := scheme(url))]
+    if problems := [problem for problem in found if problem]:
+        raise InputError(problems)
+
+
+def _beside(manifest: str) -> Place | None:
+    """The folder of the manifest, where its config may lie."""
+    if manifest == "-":
+        return None
+    if scheme(manifest):
+        return base_of(manifest)
+    return Path(base_of(manifest)) if is_pattern(manifest) else Path(manifest).resolve().parent

@@ -1,0 +1,136 @@
+"""From checked input to a plan: image headers are read, and every image gets its place. Nothing is decoded."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from kimik3_prep.errors import ItemError
+from kimik3_prep.images.address import resolve
+from kimik3_prep.images.decode import Probe, probe
+from kimik3_prep.manifest.read import Manifest
+from kimik3_prep.output import mirror
+from kimik3_prep.output.folder import uncommit
+from kimik3_prep.output.plan import ITEM_BYTES, make_plan, split_shards
+from kimik3_prep.output.spans import GROUPS, Headers, Spans, find_spans, join_equal
+from kimik3_prep.output.tables import Layout, read_index, read_plan, write_plan
+from kimik3_prep.run.check import Checked, Reporter, Settings
+from kimik3_prep.run.threads import ImageThreads, limited
+
+_WINDOW = 8192  # headers probed at a time, so that a million futures never exist at once
+
+
+@dataclass(frozen=True, slots=True)
+class _Earlier:
+    """A plan that was made before, in manifest order, and which of its rows are to be planned anew."""
+
+    rows: pa.Table
+    anew: npt.NDArray[np.bool_]
+
+
+def plan(settings: Settings, checked: Checked, reporter: Reporter, earlier: _Earlier | None = None) -> pa.Table:
+    """Probe headers where the manifest gives no size, and place every image. A table of `PLAN_SCHEMA`."""
+    spans = find_spans(checked.manifest.items, checked.manifest.base, checked.backend, settings.dedupe != "off")
+    headers = Headers(len(spans.first_row))
+    wanted = np.ones(len(spans.first_row), bool)
+    if earlier is not None:
+        wanted = earlier.anew[spans.first_row]
+        headers.recall(earlier.rows.take(pa.array(spans.first_row)), ~wanted, settings.dedupe == "content")
+    _read_headers(settings, checked.manifest, spans, wanted, headers, reporter)
+    if settings.dedupe == "content":
+        spans, headers = join_equal(spans, headers)
+    patch_bytes = 3 * checked.config.patch_size**2 * ITEM_BYTES[settings.dtype]
+    shard_patches = max(1, settings.shard_size // patch_bytes)
+    rule = checked.config.grid_rule()
+    return make_plan(checked.manifest.items, spans, headers, rule, shard_patches, settings.max_tokens)
+
+
+def _read_headers(
+    settings: Settings,
+    manifest: Manifest,
+    spans: Spans,
+    unknown: npt.NDArray[np.bool_],
+    headers: Headers,
+    reporter: Reporter,
+) -> None:
+    """Sizes of the `unknown` spans: the manifest's where it gives them, else from the image headers, on a pool."""
+    items = manifest.items.select(["image", "width", "height", "content_hash"])
+    given = pc.fill_null(items["width"], 0).to_numpy()[spans.first_row]
+    headers.width[unknown] = given[unknown]
+    headers.height[unknown] = pc.fill_null(items["height"], 0).to_numpy()[spans.first_row][unknown]
+    content = settings.dedupe == "content"  # then every file is read whole, once more than otherwise
+    wanted = np.flatnonzero(unknown & ((given == 0) | content) & (spans.groups != GROUPS.index("local")))
+    if not len(wanted):
+        return
+    reporter.phase("headers", len(wanted))
+
+    def read(image: str) -> Probe:
+        with limited():
+            return probe(resolve(image, manifest.base), settings.max_pixels, settings.exif == "apply", content)
+
+    stop = threading.Event()
+    with ImageThreads(settings.workers, "header", settings.item_timeout, stop) as pool:
+        try:
+            for begin in range(0, len(wanted), _WINDOW):
+                window = wanted[begin : begin + _WINDOW]
+                rows = items.take(pa.array(spans.first_row[window])).select(["image", "content_hash"]).to_pylist()
+                reading = [pool.submit(read, row["image"]) for row in rows]
+                for span, row, future in zip(window.tolist(), rows, reading, strict=True):
+                    try:
+                        header = future.result()
+                    except ItemError as error:
+                        headers.fail(span, error)
+                        reporter.advance(1, 0, 0, 1)
+                    else:
+                        _keep(headers, span, header, row["content_hash"])
+                        reporter.advance(1, header.width * header.height, 0, 0)
+        except BaseException:
+            stop.set()
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+
+
+def _keep(headers: Headers, span: int, header: Probe, promised: str | None) -> None:
+    if header.content_hash is not None:
+        if promised is not None and header.content_hash != promised:
+            return headers.fail(span, ItemError("content_hash_mismatch", f"the file's is {header.content_hash}"))
+        headers.content_hash[span] = header.content_hash
+    if not headers.width[span]:  # else the manifest gave a size, which is checked when the image is decoded
+        headers.width[span], headers.height[span] = header.width, header.height
+        headers.mode[span], headers.format[span] = header.mode, header.format
+    if header.stamp is not None:
+        headers.source_size[span], headers.source_mtime_ns[span] = header.stamp.size, header.stamp.mtime_ns
+
+
+def replan(settings: Settings, checked: Checked, layout: Layout, reporter: Reporter) -> None:
+    """`--retry-failed`: plan as a new run would, but for the headers of what is stored already, which stay.
+
+    Commits that the new plan does not keep are taken back before it is written, so a kill in between leaves the old
+    plan with some of its shards to do, and the same command begins here again: what is in no shard is planned anew.
+    """
+    rows = pa.concat_tables(read_plan(layout))
+    rows = rows.take(pa.array(np.argsort(rows["item"].to_numpy())))
+    before = {name: shard for name, shard in split_shards(read_plan(layout)) if name is not None}
+    stored = np.zeros(rows.num_rows, bool)
+    faulty = set()
+    if settings.index_only:
+        stored = pc.is_null(rows["error_code"]).to_numpy()
+    for name in filter(layout.committed, before):
+        index = read_index(layout.shard_index(name), ["item", "status"])
+        fine = pc.equal(index["status"], "ok").to_numpy()
+        stored[index["item"].to_numpy()[fine]] = True
+        if not fine.all():
+            faulty.add(name)
+    if stored.all():
+        return
+    table = plan(settings, checked, reporter, _Earlier(rows, ~stored))
+    after = dict(split_shards(iter([table])))
+    anew = [n for n, old in before.items() if n in faulty or n not in after or not old.equals(after[n])]
+    uncommit(layout, anew)
+    mirror.take_back(layout, anew)
+    write_plan(layout, table)

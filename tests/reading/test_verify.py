@@ -1,0 +1,305 @@
+"""verify.py and recompute.py: what was cut, flipped, swapped, lost or added is found and named, and nothing else is."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from conftest import Run, encode, picture, write_manifest
+
+from kimik3_prep.errors import InputError
+from kimik3_prep.reading.recompute import against_source, processor_folder
+from kimik3_prep.reading.verify import verify
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished run of three shards of equal size, with a repeat, a missing and a cut image."""
+    folder = tmp_path_factory.mktemp("verify")
+    for number in range(5):
+        picture(100, 90, ["RGB", "RGBA"][number % 2], seed=number).save(folder / f"{number}.png")
+    (folder / "cut.png").write_bytes((folder / "1.png").read_bytes()[:-900])
+    rows = [{"id": f"n{number}", "image": f"{number}.png"} for number in range(5)]
+    rows += [{"id": "gone", "image": "gone.png"}, {"id": "cut", "image": "cut.png"}, {"id": "again", "image": "0.png"}]
+    encode(write_manifest(folder / "m.jsonl", rows), folder / "out", dtype="uint8", shard_size=80_000)
+    assert len(list((folder / "out" / "shards").glob("*.safetensors"))) == 3
+    return folder / "out"
+
+
+@pytest.fixture
+def copy(whole: Path, tmp_path: Path) -> Path:
+    """That run, to be damaged."""
+    return Path(shutil.copytree(whole, tmp_path / "out"))
+
+
+def problems(root: Path) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = verify(root)["problems"]
+    assert all(problem["file"] and problem["what"] and problem["todo"] for problem in found)
+    return found
+
+
+def flip(path: Path, at: int, bit: int = 0) -> None:
+    content = bytearray(path.read_bytes())
+    content[at] ^= 1 << bit
+    path.write_bytes(content)
+
+
+def test_a_run_as_it_was_written(whole: Path) -> None:
+    report = verify(whole)
+    assert report["problems"] == []
+    assert (report["rows"], report["images"], report["shards"], report["finished"]) == (8, 5, 3, True)
+    assert report["bytes"] == sum(path.stat().st_size for path in whole.glob("shards/*.safetensors"))
+
+
+def test_any_flipped_bit_of_a_shard_is_found(copy: Path) -> None:
+    path = copy / "shards" / "cpu-00001.safetensors"
+    good, chance = path.read_bytes(), random.Random(1)
+    grids = good.index(b'"grid_thws"') and 8 + int.from_bytes(good[:8], "little")
+    places = [*range(24), *range(grids, grids + 48), *(chance.randrange(len(good)) for _ in range(40)), len(good) - 1]
+    for at in places:
+        flip(path, at, chance.randrange(8))
+        found = problems(copy)
+        assert [problem["file"] for problem in found] == ["shards/cpu-00001.safetensors"], at
+        assert "delete index.parquet, shards/cpu-00001.parquet and shards/cpu-00001.safetensors" in found[0]["todo"]
+        path.write_bytes(good)
+    flip(path, grids + 48 + 5)
+    assert problems(copy)[0]["item"] == "n2"
+
+
+def cut(root: Path) -> None:
+    path = root / "shards/cpu-00000.safetensors"
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def longer(root: Path) -> None:
+    path = root / "shards/cpu-00000.safetensors"
+    path.write_bytes(path.read_bytes() + b"\0")
+
+
+def swap(root: Path) -> None:
+    a, b = root / "shards/cpu-00000.safetensors", root / "shards/cpu-00001.safetensors"
+    first, second = a.read_bytes(), b.read_bytes()
+    a.write_bytes(second)
+    b.write_bytes(first)
+
+
+def change(name: str, column: str, value: Any, row: int = 0) -> Callable[[Path], None]:
+    def damage(root: Path) -> None:
+        table = pq.read_table(root / name)
+        values = table[column].to_pylist()
+        values[row] = value
+        at = table.schema.get_field_index(column)
+        pq.write_table(
+            table.set_column(at, table.schema.field(at), pa.array(values, table.schema.field(at).type)), root / name
+        )
+
+    return damage
+
+
+def drop_row(root: Path) -> None:
+    table = pq.read_table(root / "index.parquet")
+    pq.write_table(table.slice(0, table.num_rows - 1), root / "index.parquet")
+
+
+def other_run(root: Path) -> None:
+    table = pq.read_table(root / "shards/cpu-00000.parquet")
+    about = json.loads(table.schema.metadata[b"kimik3_prep"])
+    about["fingerprint"] = "0" * 64
+    pq.write_table(table.replace_schema_metadata({"kimik3_prep": json.dumps(about)}), root / "shards/cpu-00000.parquet")
+
+
+@pytest.mark.parametrize(
+    ("damage", "file", "words"),
+    [
+        (cut, "shards/cpu-00000.safetensors", ""),
+        (longer, "shards/cpu-00000.safetensors", ""),
+        (swap, "shards/cpu-00000.safetensors", "checksum"),
+        (lambda root: (root / "shards/cpu-00001.parquet").unlink(), "shards/cpu-00001.parquet", "missing"),
+        (lambda root: (root / "shards/cpu-00001.safetensors").unlink(), "shards/cpu-00001.safetensors", "missing"),
+        (lambda root: (root / "shards/cpu-00001.parquet").write_bytes(b"x"), "shards/cpu-00001.parquet", "read"),
+        (lambda root: (root / "index.parquet").unlink(), "index.parquet", "not finished"),
+        (lambda root: (root / "index.parquet").write_bytes(b"PAR1"), "index.parquet", "not an index"),
+        (lambda root: (root / "plan.parquet").unlink(), "plan.parquet", "not a plan"),
+        (lambda root: (root / ".lock").touch(), ".lock", "killed"),
+        (lambda root: (root / ".lock-2-of-3").touch(), ".lock-2-of-3", "killed"),
+        (lambda root: (root / ".lock-gpu-00001").touch(), ".lock-gpu-00001", "killed"),
+        (
+            lambda root: (root / "shards/cpu-00001.safetensors.tmp").touch(),
+            "shards/cpu-00001.safetensors.tmp",
+            "killed",
+        ),
+        (lambda root: (root / "shards/gpu-00009.parquet").touch(), "shards/gpu-00009.parquet", "no shard of the plan"),
+        (drop_row, "index.parquet", "each once"),
+        (other_run, "shards/cpu-00000.parquet", "metadata"),
+        (change("index.parquet", "content_hash", "sha256:0"), "index.parquet", "content_hash is 'sha256:0'"),
+        (change("index.parquet", "item", 1), "index.parquet", "each once"),
+        (change("shards/cpu-00000.parquet", "num_tokens", 7), "shards/cpu-00000.parquet", "num_tokens is 7"),
+        (change("shards/cpu-00000.parquet", "id", "x"), "shards/cpu-00000.parquet", "id is 'x'"),
+        (change("shards/cpu-00000.parquet", "checksum", "0" * 32), "shards/cpu-00000.safetensors", "checksum"),
+        (change("shards/cpu-00001.parquet", "patch_start", 4), "shards/cpu-00001.parquet", "without gaps"),
+        (change("shards/cpu-00001.parquet", "grid_h", 9), "shards/cpu-00001.parquet", "grid_h is 9"),
+        (change("shards/cpu-00001.parquet", "item", 0), "shards/cpu-00001.parquet", "planned for this shard"),
+    ],
+)
+def test_damage_is_named(copy: Path, damage: Callable[[Path], None], file: str, words: str) -> None:
+    damage(copy)
+    assert any(problem["file"] == file and words in problem["what"] for problem in problems(copy)), problems(copy)
+
+
+def test_what_it_says_to_do_mends_it(copy: Path, whole: Path) -> None:
+    flip(copy / "shards" / "cpu-00001.safetensors", -5)
+    for name in ("index.parquet", "shards/cpu-00001.parquet", "shards/cpu-00001.safetensors"):
+        (copy / name).unlink()
+    encode(whole.parent / "m.jsonl", copy, dtype="uint8", shard_size=80_000)
+    assert problems(copy) == []
+
+
+def test_no_output_folder(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"no run\.json"):
+        verify(tmp_path)
+
+
+def test_the_command(copy: Path, run: Run) -> None:
+    done = run("verify", copy)
+    assert (done.returncode, "all as it was written in 3 shards" in done.stdout) == (0, True)
+    flip(copy / "shards" / "cpu-00000.safetensors", -1)
+    done = run("verify", copy)
+    assert done.returncode == 1
+    assert "problem: shards/cpu-00000.safetensors, n1: pixel_values[" in done.stdout
+    report = json.loads(run("verify", copy, "--format", "json").stdout)
+    assert [problem["item"] for problem in report["problems"]] == ["n1"]
+    assert run("verify", copy.parent).returncode == 2
+
+
+# --- against the images -------------------------------------------------------------------------------------------
+
+
+def test_against_the_images(copy: Path, whole: Path, run: Run) -> None:
+    manifest = whole.parent / "m.jsonl"
+    report = against_source(copy, str(manifest), None, True, None)
+    assert (report["compared"], report["differences"]) == (5, [])  # the cut one was planned, and is not stored
+    assert against_source(copy, str(manifest), 2, True, None)["compared"] == 2
+    flip(copy / "shards" / "cpu-00002.safetensors", -1)
+    report = against_source(copy, str(manifest), None, True, None)
+    assert [found["item"] for found in report["differences"]] == ["n4"]
+    done = run("verify", copy, "--against-source", "--manifest", manifest)
+    assert done.returncode == 1
+    assert "the CPU backend gives other bytes" in done.stdout
+
+
+def test_images_that_changed_or_went_away(whole: Path, tmp_path: Path) -> None:
+    moved = Path(shutil.copytree(whole.parent, tmp_path / "moved"))
+    (moved / "0.png").unlink()
+    shutil.copy(moved / "2.png", moved / "3.png")
+    found = against_source(moved / "out", str(moved / "m.jsonl"), None, True, None)["differences"]
+    assert [(f["item"], f["what"].split()[0]) for f in found] == [("n0", "cannot"), ("n3", "the")]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "uint8"])
+def test_every_dtype_and_path_against_the_images(tmp_path: Path, dtype: str) -> None:
+    from test_prepare import local_row
+
+    picture(300, 200, "RGBA").save(tmp_path / "a.png")
+    rows = [{"id": "a", "image": "a.png"}, local_row(tmp_path, "b.npy", picture(30, 170))]
+    manifest = write_manifest(tmp_path / "m.jsonl", rows)
+    encode(manifest, tmp_path / "out", dtype=dtype)
+    assert verify(tmp_path / "out")["problems"] == []
+    assert against_source(tmp_path / "out", str(manifest), None, True, None) == {"compared": 2, "differences": []}
+
+
+def test_code_runs_only_when_it_was_allowed(copy: Path, run: Run) -> None:
+    done = run("verify", copy, "--processor", "somewhere")
+    assert done.returncode == 2
+    assert "--trust-remote-code" in done.stderr
+
+
+def test_a_missing_transformers_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(InputError, match=r"pip install 'kimik3-prep\[verify\]'"):
+        processor_folder(Path("somewhere"), True)
+
+
+PROCESSOR = '''
+import numpy as np
+import torch
+from transformers import BatchFeature
+from transformers.image_processing_utils import BaseImageProcessor
+
+class StandIn(BaseImageProcessor):
+    """Enough for opaque pictures that need no resize. `wrong` moves one value."""
+    def __init__(self, wrong=False, **more):
+        super().__init__(**more)
+        self.wrong = wrong
+
+    def preprocess(self, medias, return_tensors="pt"):
+        pixels, grids = [], []
+        for media in medias:
+            levels = np.asarray(media["image"].convert("RGB"))
+            h, w = (-(-side // 28) * 28 for side in levels.shape[:2])
+            padded = np.zeros((h, w, 3), np.uint8)
+            padded[: levels.shape[0], : levels.shape[1]] = levels
+            values = ((padded / 255.0).astype(np.float32) - np.float32(0.5)) * np.float32(2)
+            patches = values.reshape(h // 14, 14, w // 14, 14, 3).transpose(0, 2, 4, 1, 3).reshape(-1, 3, 14, 14)
+            pixels.append(patches)
+            grids.append([1, h // 14, w // 14])
+        out = np.ascontiguousarray(np.concatenate(pixels))
+        if self.wrong:
+            out[0, 0, 0, 0] = out[0, 0, 0, 1] + 0.0 if out[0, 0, 0, 0] != out[0, 0, 0, 1] else -out[0, 0, 0, 0] or 1.0
+        return BatchFeature({"pixel_values": torch.from_numpy(out), "grid_thws": torch.tensor(grids)})
+'''
+
+
+@pytest.mark.parametrize("wrong", [False, True])
+def test_against_the_processor_of_a_checkpoint(tmp_path: Path, wrong: bool, run: Run) -> None:
+    folder = tmp_path / "checkpoint"
+    folder.mkdir()
+    (folder / "stand_in.py").write_text(PROCESSOR)
+    config = {"image_processor_type": "StandIn", "auto_map": {"AutoImageProcessor": "stand_in.StandIn"}, "wrong": wrong}
+    (folder / "preprocessor_config.json").write_text(json.dumps(config))
+    picture(100, 90).save(tmp_path / "a.png")
+    manifest = write_manifest(tmp_path / "m.jsonl", [{"id": "a", "image": "a.png"}])
+    encode(manifest, tmp_path / "out")
+    home = {"HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "1"}
+    options = ["--processor", folder, "--trust-remote-code", "--manifest", manifest]
+    done = run("verify", tmp_path / "out", *options, env=home)
+    assert done.returncode == int(wrong), done.stderr
+    assert ("the checkpoint's processor gives other bytes" in done.stdout) is wrong
+
+
+@pytest.mark.parametrize("code", [None, "raise RuntimeError('no')", "class StandIn: pass", "def (:"])
+def test_a_checkpoint_whose_processor_does_not_load(code: str | None, copy: Path, whole: Path, run: Run) -> None:
+    folder = copy.parent / "checkpoint"
+    folder.mkdir()
+    if code is not None:
+        (folder / "stand_in.py").write_text(code)
+        config = {"image_processor_type": "StandIn", "auto_map": {"AutoImageProcessor": "stand_in.StandIn"}}
+        (folder / "preprocessor_config.json").write_text(json.dumps(config))
+    home = {"HF_HOME": str(copy.parent / "home"), "HF_HUB_OFFLINE": "1"}
+    options = ["--processor", folder, "--trust-remote-code", "--manifest", whole.parent / "m.jsonl"]
+    done = run("verify", copy, *options, env=home)
+    assert done.returncode == 2, done.stderr
+    assert f"{folder}: no image processor could be loaded from it" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_picture_that_failed_does_not_hide_where_the_others_are(tmp_path: Path, run: Run) -> None:
+    picture(60, 50).save(tmp_path / "a.png")
+    write_manifest(tmp_path / "m.jsonl", [{"image": "gone.png"}, {"image": "a.png"}])
+    assert run("encode", "m.jsonl", "--config", "kimi-k3", "-o", "out").returncode == 1
+    assert run("verify", "out", "--against-source").returncode == 0
+    (tmp_path / "elsewhere").mkdir()
+    done = run("verify", "../out", "--against-source", cwd=tmp_path / "elsewhere")
+    assert (done.returncode, "add --manifest FILE" in done.stderr) == (2, True)
+
+
+def test_what_no_processor_looked_at_was_not_compared(copy: Path, whole: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kimik3_prep.reading.recompute._by_processor", lambda folder, recipe: lambda item, source: None)
+    assert against_source(copy, str(whole.parent / "m.jsonl"), None, False, Path("x"))["compared"] == 0
