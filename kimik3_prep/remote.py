@@ -50,7 +50,7 @@ class RemoteError(OSError):
 
 def scheme(source: str) -> str | None:
     """The fsspec protocol of a URL that needs a network or an archive, None for local paths and `data:` URLs."""
-    if source.startswith("data:") or not (match := _SCHEME.match(source)):
+    if source[:5].lower() == "data:" or not (match := _SCHEME.match(source)):
         return None
     protocol = match.group()[:-3].lower()
     return None if protocol == "file" else protocol

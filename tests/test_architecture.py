@@ -64,6 +64,7 @@ FRONT_DOOR = {"reading.features", "reading.training"}
 #: Where foreign exceptions of any kind are caught, to be translated.
 SEAMS = {
     ("images.source", "foreign_errors"),
+    ("images.decode", "_orientation"),
     ("remote", "asked"),
     ("run.threads", "_work"),
     ("reading.recompute", "_load_processor"),

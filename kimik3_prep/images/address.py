@@ -35,9 +35,14 @@ class TableCell:
     column: str
 
 
+def is_data_url(image: str) -> bool:
+    """Whether the image's bytes stand in the string itself."""
+    return image[:5].lower() == "data:"
+
+
 def split(image: str) -> tuple[str, str]:
     """The file of an image string, and the rest, which begins with `!`; the rest is empty for an image of its own."""
-    if "!" not in image or image.startswith("data:") or not (match := _MEMBER.fullmatch(image)):
+    if "!" not in image or is_data_url(image) or not (match := _MEMBER.fullmatch(image)):
         return image, ""
     return match[1], match[2]
 
@@ -64,7 +69,7 @@ def resolve(image: str, base: str) -> str:
 
     `base` is the folder, or the URL of one, that relative paths start from.
     """
-    if image.startswith("data:"):
+    if is_data_url(image):
         return image
     image, inside = split(image)
     return _resolve(image, base) + inside
