@@ -25,7 +25,7 @@ from PIL import Image, UnidentifiedImageError
 
 from kimik3_prep import remote
 from kimik3_prep.errors import ItemError, ItemErrorCode, RunError
-from kimik3_prep.images.address import Part, TableCell, TarMember, is_data_url, member, split
+from kimik3_prep.images.address import TableCell, TarMember, is_data_url, split
 from kimik3_prep.images.cell import read_cell
 
 _READ_WHOLE = 256 << 20  # bytes; a larger file is hashed in pieces and decoded from disk
@@ -82,7 +82,7 @@ def opened(source: str | Encoded, whole: bool) -> Iterator[tuple[BinaryIO, Stamp
     if isinstance(source, Encoded):
         yield io.BytesIO(source.content), source.stamp
         return
-    source, inside = split(source)[0], member(source)
+    source, inside = split(source)
     if is_data_url(source):
         yield io.BytesIO(_data_url(source)), None
     elif remote.scheme(source):
@@ -95,7 +95,7 @@ def opened(source: str | Encoded, whole: bool) -> Iterator[tuple[BinaryIO, Stamp
             if isinstance(inside, TarMember):
                 if inside.begin + inside.size > status.st_size:
                     raise ItemError("truncated", "the archive ends before the member does")
-                part = Part(file.fileno(), inside.begin, inside.size)
+                part = _part_of(file.fileno(), inside)
                 in_memory = whole and inside.size <= _READ_WHOLE
                 yield (io.BytesIO(part.readall()) if in_memory else io.BufferedReader(part)), stamp
             elif inside is not None:
@@ -111,19 +111,28 @@ def _opened_object(
     if isinstance(inside, TableCell):
         about = remote.info(url)
         version = (url, *(str(about.get(name)) for name in ("size", "ETag", "etag", "mtime", "updated", "created")))
-        with io.BufferedReader(remote.RemoteFile(url), _PIECE_OF_A_TABLE) as table:
+        with io.BufferedReader(remote.opened(url), _PIECE_OF_A_TABLE) as table:
             content = read_cell(cast("BinaryIO", table), version, inside)
     elif whole:
-        content = remote.read(url) if inside is None else remote.RemoteFile(url, inside.begin, inside.size).readall()
+        content = remote.read(url) if inside is None else remote.opened(url, inside.begin, inside.size).readall()
     else:
         begin, size = (inside.begin, inside.size) if inside is not None else (0, None)
-        raw = remote.RemoteFile(url, begin, size, _PIECES)
+        raw = remote.opened(url, begin, size, _PIECES)
         with io.BufferedReader(raw, _HEAD) as pieces:
             head = pieces.peek(_HEAD)[:_HEAD]
             in_memory = len(head) == raw.size()
             yield (io.BytesIO(head) if in_memory else cast("BinaryIO", pieces)), _stamp(raw.size(), head)
         return
     yield io.BytesIO(content), _stamp(len(content), content[:_HEAD])
+
+
+def _part_of(descriptor: int, member: TarMember) -> remote.OffsetFile:
+    """A member of an open local tar as a file. It reads by offset, so several may share a descriptor."""
+
+    def read(place: int, count: int) -> bytes:
+        return os.pread(descriptor, max(0, min(count, member.size - place)), member.begin + place)
+
+    return remote.OffsetFile(read, lambda: member.size)
 
 
 def _stamp(size: int, head: bytes) -> Stamp:
