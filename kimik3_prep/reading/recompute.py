@@ -18,11 +18,13 @@ from kimik3_prep.images.source import foreign_errors
 from kimik3_prep.manifest.read import base_of
 from kimik3_prep.manifest.row import show
 from kimik3_prep.output.plan import PlannedItem, shard_plan, split_shards
+from kimik3_prep.output.recipe import Recipe
 from kimik3_prep.output.shard_file import open_shard
 from kimik3_prep.output.tables import Layout, read_index, read_plan, read_run
+from kimik3_prep.pixels.cpu import TORCH_DTYPES
 from kimik3_prep.pixels.ready import cast_features
 from kimik3_prep.reading.verify import Finding
-from kimik3_prep.run.compute import Recipe, features, planned_image
+from kimik3_prep.run.compute import features, planned_image
 
 Compute = Callable[[PlannedItem, str], tuple[torch.Tensor, str] | None]
 
@@ -52,8 +54,10 @@ def against_source(
     backend: with this package's CPU backend. processor: with the image processor of that folder, deferred items only.
     """
     layout = Layout(root)
-    record = read_run(layout) or {"facts": {}}
-    recipe = Recipe.of_run(record["facts"])
+    record = read_run(layout)
+    if record is None:
+        raise InputError([Problem(str(root), "no run.json in it", "a folder that `kimik3-prep encode` wrote")])
+    recipe = record.recipe
     base = base_of(manifest) if manifest else str(Path.cwd())
     if manifest is None:
         _check_base(layout, base)
@@ -169,6 +173,6 @@ def _by_processor(folder: Path, recipe: Recipe) -> Compute:
         if grids != list(item.grid.thw):
             raise ItemError("size_mismatch", f"its grid is {grids}, stored is {list(item.grid.thw)}")
         values = torch.as_tensor(given["pixel_values"])
-        return cast_features(values, recipe.config, recipe.dtype), decoded.content_hash
+        return cast_features(values, recipe.config, TORCH_DTYPES[recipe.dtype]), decoded.content_hash
 
     return compute

@@ -19,7 +19,8 @@ from pyarrow import parquet
 
 from kimik3_prep.disk import locks
 from kimik3_prep.errors import InputError, ItemError, Problem
-from kimik3_prep.output.plan import canonical_json, split_shards
+from kimik3_prep.output.plan import split_shards
+from kimik3_prep.output.recipe import Recipe, canonical_json
 from kimik3_prep.output.shard_file import METADATA_KEY, Shard, ShardFormat, open_shard
 from kimik3_prep.output.tables import (
     INDEX_SCHEMA,
@@ -35,7 +36,6 @@ from kimik3_prep.output.tables import (
     read_run,
 )
 from kimik3_prep.remote import refuse
-from kimik3_prep.run.prepare import run_metadata
 
 _AGAIN = "run the same encode command again"
 
@@ -57,7 +57,7 @@ def verify(root: Path) -> dict[str, Any]:
     record = read_run(layout)
     if record is None:
         raise InputError([Problem(str(root), "no run.json in it", "a folder that `kimik3-prep encode` wrote")])
-    run = _Run(layout, record["facts"])
+    run = _Run(layout, record.recipe)
     findings = list(run.findings())
     return {
         "path": str(root),
@@ -73,11 +73,9 @@ def verify(root: Path) -> dict[str, Any]:
 class _Run:
     """One pass over a folder; counts what it has read."""
 
-    def __init__(self, layout: Layout, facts: dict[str, Any]) -> None:
+    def __init__(self, layout: Layout, recipe: Recipe) -> None:
         self.layout = layout
-        self.metadata = run_metadata(facts)
-        self.dtype, self.patch_size = facts["dtype"], facts["config"]["patch_size"]
-        self.measured = facts["dedupe"] == "content"
+        self.recipe = recipe
         self.rows = self.images = self.shards = self.bytes = 0
 
     def findings(self) -> Iterator[Finding]:
@@ -88,8 +86,8 @@ class _Run:
         try:
             for name, rows in split_shards(read_plan(self.layout)):
                 self.rows += rows.num_rows
-                if self.metadata.get("index_only"):
-                    index = planned_table(rows, self.measured)
+                if self.recipe.index_only:
+                    index = planned_table(rows, self.recipe.dedupe == "content")
                 elif name is None:
                     index = index_table(rows, {})
                 else:
@@ -127,8 +125,7 @@ class _Run:
                 yield Finding(f"shards/{path.name}", None, "cannot be read as an index", todo)
             return
         group = name.rpartition("-")[0]
-        about = {**self.metadata, "group": group}
-        yield from self._index_matches(path, rows, index, {**about, "shard": name}, todo)
+        yield from self._index_matches(path, rows, index, self.recipe.metadata(group, name), todo)
         if not self.layout.shard(name).is_file():
             return
         try:
@@ -137,7 +134,7 @@ class _Run:
             yield Finding(file, None, error.problems[0].what, todo)
             return
         self.shards += 1
-        yield from self._bytes_match(shard, file, ShardFormat(self.dtype, self.patch_size, about), index, todo)
+        yield from self._bytes_match(shard, file, ShardFormat.of(self.recipe, group), index, todo)
 
     def _index_matches(
         self, path: Path, rows: pa.Table, index: pa.Table, about: dict[str, Any], todo: str
@@ -206,7 +203,7 @@ class _Run:
         except InputError as error:
             yield Finding(file, None, error.problems[0].what, todo)
             return
-        if _about(self.layout.index) != canonical_json(self.metadata):
+        if _about(self.layout.index) != canonical_json(self.recipe.metadata()):
             yield Finding(file, None, "its metadata is not this run's", todo)
         if index["item"].to_pylist() != list(range(self.rows)):
             what = f"its rows are not the {self.rows:,} manifest rows, each once and in order"
