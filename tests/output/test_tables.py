@@ -263,7 +263,7 @@ def test_any_id_is_only_text(layout: Layout, tmp_path: Path) -> None:
     names, failed = commit(layout, plan)
     write_index(layout, names, failed, {})
     assert read_index(layout.index)["id"].to_pylist() == ids
-    assert sorted(tree(layout.root)) == ["index.parquet", "shards/cpu-00000.parquet"]
+    assert sorted(tree(layout.root)) == ["index.parquet", "shards", "shards/cpu-00000.parquet"]
 
 
 def test_the_index_commits_a_shard_and_only_beside_it(layout: Layout, tmp_path: Path) -> None:
