@@ -24,9 +24,6 @@ from kimik3_prep.images.source import Stamp
 from kimik3_prep.manifest.read import ITEM_SCHEMA
 from kimik3_prep.output.spans import GROUPS, Headers, Ints, Spans
 
-#: Bytes of one stored level, by `--dtype`.
-ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "uint8": 1}
-
 #: Columns of the plan and the index that make a `Grid`, in its order.
 GRID_FIELDS = ("new_width", "new_height", "pad_width", "pad_height", "grid_h", "grid_w", "num_tokens")
 

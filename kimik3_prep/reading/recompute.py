@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow.compute as pc
-import torch
 
 from kimik3_prep.errors import InputError, ItemError, Problem
 from kimik3_prep.images.address import resolve
@@ -20,11 +20,11 @@ from kimik3_prep.manifest.row import show
 from kimik3_prep.output.plan import PlannedItem, shard_plan, split_shards
 from kimik3_prep.output.shard_file import open_shard
 from kimik3_prep.output.tables import Layout, read_index, read_plan, read_run
-from kimik3_prep.pixels.ready import cast_features
+from kimik3_prep.pixels.ready import ReadyFeatures, cast_features
 from kimik3_prep.reading.verify import Finding
 from kimik3_prep.run.compute import Recipe, features, planned_image
 
-Compute = Callable[[PlannedItem, str], tuple[torch.Tensor, str] | None]
+Compute = Callable[[PlannedItem, str], tuple[npt.NDArray[Any], str] | None]
 
 _MEND = "if the image is the one that was encoded, delete the shard, its index and index.parquet, and encode again"
 
@@ -129,13 +129,13 @@ def _compare(
         if content_hash != told["content_hash"]:
             what = f"the image is another one now ({content_hash}, encoded was {told['content_hash']})"
             found.append(Finding(file, told["id"], what, "restore the image, or encode the new one"))
-        elif values.contiguous().view(torch.uint8).numpy().tobytes() != stored:
+        elif values.tobytes() != stored:
             found.append(Finding(file, told["id"], f"{compute.__doc__} gives other bytes", _MEND))
     return found
 
 
 def _by_backend(recipe: Recipe) -> Compute:
-    def compute(item: PlannedItem, source: str) -> tuple[torch.Tensor, str] | None:
+    def compute(item: PlannedItem, source: str) -> tuple[npt.NDArray[Any], str] | None:
         """the CPU backend"""
         return features(item, source, recipe)
 
@@ -158,17 +158,18 @@ def _load_processor(folder: Path) -> Any:
 def _by_processor(folder: Path, recipe: Recipe) -> Compute:
     made = _load_processor(folder)
 
-    def compute(item: PlannedItem, source: str) -> tuple[torch.Tensor, str] | None:
+    def compute(item: PlannedItem, source: str) -> tuple[npt.NDArray[Any], str] | None:
         """the checkpoint's processor"""
         if not item.grid.new_w or item.in_patch_limit is not None:
             return None  # made elsewhere, or with a limit that its config does not have
         decoded = planned_image(item, source, recipe)
         with foreign_errors():
             given = made.preprocess([{"type": "image", "image": decoded.image}], return_tensors="pt")
-        grids = torch.as_tensor(given["grid_thws"]).reshape(-1).tolist()
+        grids = np.asarray(given["grid_thws"]).reshape(-1).tolist()
         if grids != list(item.grid.thw):
             raise ItemError("size_mismatch", f"its grid is {grids}, stored is {list(item.grid.thw)}")
-        values = torch.as_tensor(given["pixel_values"])
-        return cast_features(values, recipe.config, recipe.dtype), decoded.content_hash
+        values = np.asarray(given["pixel_values"])
+        ready = ReadyFeatures(values, values.dtype.name)
+        return cast_features(ready, recipe.config, recipe.dtype), decoded.content_hash
 
     return compute

@@ -8,8 +8,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-import torch
-
 from kimik3_prep.checkpoint.config import PreprocessorConfig
 from kimik3_prep.checkpoint.grid import GridRule
 from kimik3_prep.errors import ItemError
@@ -18,7 +16,6 @@ from kimik3_prep.images.decode import Decoded, decode
 from kimik3_prep.images.source import Stamp
 from kimik3_prep.output.plan import PlannedItem, ShardPlan, planned_stamp
 from kimik3_prep.output.shard_file import ShardFormat
-from kimik3_prep.pixels.cpu import TORCH_DTYPES
 from kimik3_prep.run.memory import Room, available_memory
 from kimik3_prep.run.threads import DEFAULT_ITEM_TIMEOUT
 
@@ -48,9 +45,9 @@ class ShardJob:
         return rule if item.in_patch_limit is None else replace(rule, in_patch_limit=item.in_patch_limit)
 
     @property
-    def dtype(self) -> torch.dtype:
+    def dtype(self) -> str:
         """The storage dtype."""
-        return TORCH_DTYPES[self.form.dtype]
+        return self.form.dtype
 
 
 @dataclass(frozen=True, slots=True)

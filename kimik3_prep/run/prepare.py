@@ -18,12 +18,13 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from kimik3_prep import __version__
+from kimik3_prep.checkpoint.levels import DTYPES
 from kimik3_prep.disk import locks, only_run
 from kimik3_prep.errors import ItemError, Problem, RunError, TooManyFailures
 from kimik3_prep.images.decode import codec_versions
 from kimik3_prep.output import mirror
 from kimik3_prep.output.folder import check_folder, open_run, sweep
-from kimik3_prep.output.plan import ITEM_BYTES, fingerprint, shard_plan, split_shards
+from kimik3_prep.output.plan import fingerprint, shard_plan, split_shards
 from kimik3_prep.output.shard_file import ShardFormat
 from kimik3_prep.output.spans import GROUPS
 from kimik3_prep.output.tables import (
@@ -238,7 +239,7 @@ def _survey(settings: Settings, layout: Layout) -> tuple[int, int, int, int]:
 
 def _warn_of_a_full_disk(layout: Layout, dtype: str, levels: int, reporter: Reporter) -> None:
     """A guess, so no error: others may free space meanwhile, and some file systems compress."""
-    needed = levels * ITEM_BYTES[dtype]
+    needed = levels * DTYPES[dtype].itemsize
     if layout.store is not None:
         return  # a shard is gone before the next but one begins
     if needed <= (free := shutil.disk_usage(layout.root).free):
