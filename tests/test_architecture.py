@@ -30,7 +30,7 @@ HOUSE: dict[str, tuple[str, ...]] = {
         *("threads", "memory", "devices", "compute", "jobs", "work", "engines"),
         *("check", "planning", "prepare", "ranges"),
     ),
-    "reading": ("stored", "features", "training", "verify", "recompute", "inspection", "pictures", "sheets"),
+    "reading": ("stored", "features", "training", "verify", "inspection", "pictures", "sheets"),
     "screen": ("terminal", "progress", "answers", "process"),
 }
 DOORS = ("cli", "__main__")
@@ -65,7 +65,7 @@ SEAMS = {
     ("images.source", "foreign_errors"),
     ("remote", "asked"),
     ("run.threads", "_work"),
-    ("reading.recompute", "_load_processor"),
+    ("reading.verify", "_load_processor"),
     ("screen.process", "exit_codes"),
 }
 
