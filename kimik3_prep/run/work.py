@@ -29,8 +29,6 @@ from kimik3_prep.run.jobs import Control, ShardJob, ShardResult, check_hash, dec
 from kimik3_prep.run.threads import Stopped, limited
 
 if TYPE_CHECKING:
-    import torch
-
     from kimik3_prep.pixels.device import DeviceBackend, Upload
 
 #: Decoded images that may wait for a device, beyond those in its batches.
@@ -167,7 +165,7 @@ def _fill_on_device(job: ShardJob, writer: ShardWriter, images: Executor, contro
             with foreign_errors():
                 return decoded, upload(decoded.image, item.grid, job.config)
 
-    def emit(tag: tuple[PlannedItem, Decoded], patches: torch.Tensor | ItemError) -> None:
+    def emit(tag: tuple[PlannedItem, Decoded], patches: Any) -> None:
         item, decoded = tag
         if isinstance(patches, ItemError):
             results[item.row] = _failed(item, patches, control)
