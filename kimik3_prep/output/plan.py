@@ -6,10 +6,8 @@ the manifest, the image headers and the settings, and on nothing else: not on th
 
 from __future__ import annotations
 
-import hashlib
 import itertools
-import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -90,16 +88,6 @@ class ShardPlan:
         """Length of the shard's `pixel_values`."""
         last = self.items[-1]
         return last.patch_start + last.patch_count
-
-
-def fingerprint(facts: Mapping[str, Any]) -> str:
-    """A digest of everything that decides output bytes; goes into every shard and guards a resume."""
-    return hashlib.sha256(canonical_json(facts).encode()).hexdigest()
-
-
-def canonical_json(value: Any) -> str:
-    """JSON whose bytes depend on the value alone."""
-    return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
 
 
 def make_plan(

@@ -2,36 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from kimik3_prep.checkpoint.config import PreprocessorConfig
 from kimik3_prep.checkpoint.levels import DTYPES
 from kimik3_prep.errors import ItemError
 from kimik3_prep.images.decode import Decoded, decode
 from kimik3_prep.images.source import Stamp, foreign_errors, read_file
 from kimik3_prep.output.plan import PlannedItem, planned_stamp
+from kimik3_prep.output.recipe import Recipe
 from kimik3_prep.pixels.cpu import write_patches
 from kimik3_prep.pixels.ready import cast_features, read_features
-
-
-@dataclass(frozen=True, slots=True)
-class Recipe:
-    """What a run's record says of how its features are made. turn: EXIF orientations are applied."""
-
-    config: PreprocessorConfig
-    dtype: str
-    max_pixels: int
-    turn: bool
-
-    @classmethod
-    def of_run(cls, facts: dict[str, Any]) -> Recipe:
-        """From the `facts` of a run.json."""
-        config = PreprocessorConfig.from_dict(facts["config"])
-        return cls(config, facts["dtype"], facts["max_pixels"], facts["exif"] == "apply")
 
 
 def features(item: PlannedItem, source: str, recipe: Recipe, same_file: bool = False) -> tuple[npt.NDArray[Any], str]:
@@ -54,7 +37,7 @@ def features(item: PlannedItem, source: str, recipe: Recipe, same_file: bool = F
 def planned_image(item: PlannedItem, source: str, recipe: Recipe, planned: Stamp | None = None) -> Decoded:
     """The item's image decoded. Raises ItemError also where it has another size now, or another stamp."""
     try:
-        return decode(source, recipe.max_pixels, planned, recipe.turn, (item.width, item.height))
+        return decode(source, recipe.max_pixels, planned, recipe.exif, (item.width, item.height))
     except ItemError as error:
         if error.code == "size_mismatch":
             raise ItemError("source_changed", error.message) from error

@@ -72,7 +72,7 @@ def _read_headers(
 
     def read(image: str) -> Probe:
         with limited():
-            return probe(resolve(image, manifest.base), settings.max_pixels, settings.exif == "apply", content)
+            return probe(resolve(image, manifest.base), settings.max_pixels, settings.exif, content)
 
     stop = threading.Event()
     with ImageThreads(settings.workers, "header", settings.item_timeout, stop) as pool:
