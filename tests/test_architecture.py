@@ -30,7 +30,7 @@ HOUSE: dict[str, tuple[str, ...]] = {
         *("threads", "memory", "devices", "compute", "jobs", "work", "engines"),
         *("check", "planning", "prepare", "ranges"),
     ),
-    "reading": ("stored", "features", "training", "verify", "recompute", "inspection", "pictures", "sheets"),
+    "reading": ("stored", "engines", "features", "training", "verify", "recompute", "inspection", "pictures", "sheets"),
     "screen": ("terminal", "progress", "answers", "process"),
 }
 DOORS = ("cli", "__main__")
