@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import lru_cache, partial
 from os import PathLike
 from pathlib import Path
 from typing import Any, Literal
@@ -23,8 +23,9 @@ import numpy as np
 import pyarrow as pa
 import torch
 
-from kimik3_prep.checkpoint.levels import level_table, levels_of, stored_table
+from kimik3_prep.checkpoint.levels import DTYPES, Normaliser, level_table, nearest_levels
 from kimik3_prep.errors import FailedItem, InputError, Problem
+from kimik3_prep.pixels.tensors import to_tensor, torch_dtype
 from kimik3_prep.reading.engines import (
     Prompt,
     PromptImage,
@@ -38,8 +39,7 @@ from kimik3_prep.reading.engines import (
 from kimik3_prep.reading.stored import Ints, Key, StoredRun
 from kimik3_prep.remote import refuse
 
-_DTYPES = "float32, bfloat16 or float16; raw=True alone gives levels"
-_FLOATS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_FLOATS = "float32, bfloat16 or float16; raw=True alone gives levels"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -259,7 +259,7 @@ class FeatureStore:
         """
         rows = self._ready(ids)
         spans = find_spans(prompt_ids, self.num_tokens[rows].tolist(), pad_id)
-        pixels = self._pixels(rows, torch.bfloat16) if normalised else self._levels(rows)
+        pixels = self._pixels(rows, torch.bfloat16) if normalised else self._as_levels(rows)
         return vllm_inputs(prompt_ids, spans, pixels, self._grids(rows))
 
     def _prompt_image(self, row: int) -> PromptImage:
@@ -284,45 +284,54 @@ class FeatureStore:
 
     def _pixels(self, rows: list[int], dtype: torch.dtype | None = None) -> torch.Tensor:
         """The patches of some rows, on their device and in `dtype`, or the store's own."""
-        stored = self._placed(self._stored(rows))  # first, so that of uint8 shards a quarter of the bytes travels
+        stored = to_tensor(self._run.patches(rows), self._run.dtype)
+        stored = self._placed(stored)  # first, so that of uint8 shards a quarter of the bytes travels
         wanted = dtype or self._dtype
         if self._run.dtype == "uint8":
-            return stored if self._raw and dtype is None else self._normalised(stored, wanted or torch.float32)
+            return stored if self._raw and dtype is None else self._normalised(stored, wanted)
         return stored if wanted is None else stored.to(wanted)
 
-    def _stored(self, rows: list[int]) -> torch.Tensor:
-        packed = self._run.patches(rows)
-        if self._run.dtype == "bfloat16":
-            return torch.from_numpy(packed.view(np.int16)).view(torch.bfloat16)
-        return torch.from_numpy(packed)
+    def _normalised(self, levels: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
+        return normalised(levels, self._run.mean, self._run.std, dtype or torch.float32)
 
-    def _levels(self, rows: list[int]) -> torch.Tensor:
+    def _as_levels(self, rows: list[int]) -> torch.Tensor:
         """The uint8 levels of some rows. Raises InputError where the shards hold other values than those of levels."""
-        stored = self._stored(rows)
-        if self._run.dtype == "uint8":
-            return stored
-        table = stored_table(level_table(self._run.mean, self._run.std), self._run.dtype)
-        levels, strays = levels_of(stored.float().numpy(), table)
-        if strays or any(len(np.unique(channel)) < 256 for channel in table):
-            what = f"its {self._run.dtype} shards do not hold levels, and {strays:,} of these values are none"
+        stored, dtype = self._run.patches(rows), DTYPES[self._run.dtype]
+        if dtype.holds_levels:
+            return torch.from_numpy(stored)
+        entries = dtype.widen(dtype.of_levels(level_table(self._run.mean, self._run.std)))
+        levels, strays = nearest_levels(dtype.widen(stored), entries)
+        if strays or any(len(np.unique(channel)) < 256 for channel in entries):
+            what = f"its {dtype.name} shards do not hold levels, and {strays:,} of these values are none"
             raise InputError([Problem(str(self.path), what, hint="encode with --dtype uint8")])
         return torch.from_numpy(levels)
 
-    @cached_property
-    def _table(self) -> torch.Tensor:
-        """Values of the levels, float32 `[3, 256]`, on the device."""
-        return self._placed(torch.from_numpy(level_table(self._run.mean, self._run.std)))
-
-    def _normalised(self, levels: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """Table entries of uint8 `[L, 3, p, p]`."""
-        values = torch.empty(levels.shape, dtype=dtype, device=levels.device)
-        for channel, entries in enumerate(self._table.to(dtype)):
-            plane = levels[:, channel]
-            values[:, channel] = entries.index_select(0, plane.flatten().to(torch.int32)).view(plane.shape)
-        return values
-
     def _placed(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor if self._device is None else tensor.to(self._device)
+
+
+def normalised(
+    levels: torch.Tensor, mean: tuple[float, ...], std: tuple[float, ...], dtype: torch.dtype = torch.float32
+) -> torch.Tensor:
+    """The values of uint8 `levels` `[L, 3, p, p]` on their device, each rounded once from its float32 value.
+
+    Every device reads them from the checkpoint's table of 256 values a channel, so the bits are the same on all.
+    """
+    if levels.device.type == "cpu":
+        name = str(dtype).removeprefix("torch.")
+        values = _normaliser(mean, std, name if name in DTYPES else "float32")(levels.contiguous().numpy())
+        return to_tensor(values, name) if name in DTYPES else torch.from_numpy(values).to(dtype)
+    table = torch.from_numpy(level_table(mean, std)).to(dtype).to(levels.device)
+    out = torch.empty(levels.shape, dtype=dtype, device=levels.device)
+    for channel, entries in enumerate(table):
+        plane = levels[:, channel]
+        out[:, channel] = entries.index_select(0, plane.flatten().to(torch.int32)).view(plane.shape)
+    return out
+
+
+@lru_cache(8)
+def _normaliser(mean: tuple[float, ...], std: tuple[float, ...], dtype: str) -> Normaliser:
+    return Normaliser(level_table(mean, std), DTYPES[dtype])
 
 
 def _checked_dtype(dtype: torch.dtype | str | None, raw: bool, stored: str) -> torch.dtype | None:
@@ -330,12 +339,12 @@ def _checked_dtype(dtype: torch.dtype | str | None, raw: bool, stored: str) -> t
         what = f"the shards hold {stored}, not the levels before normalisation"
         raise InputError([Problem("raw", what, hint="encode with --dtype uint8")])
     if raw and dtype is not None:
-        raise InputError([Problem("dtype", "raw levels are not cast", _DTYPES)])
+        raise InputError([Problem("dtype", "raw levels are not cast", _FLOATS)])
     return None if dtype is None else _float_dtype(dtype)
 
 
 def _float_dtype(dtype: torch.dtype | str) -> torch.dtype:
-    wanted = _FLOATS.get(dtype) if isinstance(dtype, str) else dtype
+    wanted = dtype if isinstance(dtype, torch.dtype) else torch_dtype(dtype) if dtype in DTYPES else None
     if wanted is None or not wanted.is_floating_point:
-        raise InputError([Problem("dtype", f"{dtype!r} does not hold normalised values", _DTYPES)])
+        raise InputError([Problem("dtype", f"{dtype!r} does not hold normalised values", _FLOATS)])
     return wanted
