@@ -113,7 +113,7 @@ def test_cells_that_are_not_there(tmp_path: Path) -> None:
 
 
 def test_a_row_group_is_read_once_and_few_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tables, "_groups", cells._Kept(2, 0))
+    monkeypatch.setattr(cells, "_groups", cells._Kept(2, 0))
     loads: list[int] = []
     real = parquet.ParquetFile.read_row_group
 
