@@ -88,12 +88,16 @@ Source = Literal["file", "default", "missing"]
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """One key as it is read. source: file, default (absent, read as `value`) or missing (required and absent)."""
+    """One key of a config as it is read."""
 
     key: str
+    """Its name; `transparent_bg_config.` comes before the keys inside that one."""
     value: Any
+    """What it reads as."""
     published: Any
+    """What the published config says."""
     source: Source
+    """Where the value comes from. missing: the key is required and absent; default: it is absent, and may be."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,14 +119,31 @@ class Diagnosis:
         """The problems one should know of."""
         return tuple(problem for problem in self.problems if problem.severity == "warning")
 
-    def as_dict(self) -> dict[str, Any]:
-        """JSON-ready."""
-        return {
-            "path": str(self.path),
-            "valid": self.config is not None,
-            "settings": [asdict(setting) for setting in self.settings],
-            "problems": [problem.as_dict() for problem in self.problems],
-        }
+    def report(self, restored: tuple[str, ...] | None = None) -> ConfigReport:
+        """Return the document that `validate-config` prints. restored: the keys that `--write-fixed` added."""
+        return ConfigReport(
+            path=str(self.path),
+            valid=self.config is not None,
+            settings=self.settings,
+            problems=self.problems,
+            restored=restored,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConfigReport:
+    """What a config means and what is wrong with it."""
+
+    path: str
+    """The file."""
+    valid: bool
+    """No problem is an error."""
+    settings: tuple[Setting, ...]
+    """Every key that the checkpoint's processor reads."""
+    problems: tuple[Problem, ...]
+    """All errors and warnings."""
+    restored: tuple[str, ...] | None
+    """The keys that `--write-fixed` added to its copy; null without that option."""
 
 
 # --- finding ------------------------------------------------------------------------------------------------------
