@@ -19,6 +19,7 @@ from kimik3_prep.checkpoint.config import ConfigReport
 from kimik3_prep.manifest.folder import Gathered
 from kimik3_prep.output.totals import PlanSummary, RangeSummary, RunSummary
 from kimik3_prep.reading.inspection import IndexDescription, OutputDescription, ShardDescription
+from kimik3_prep.reading.verify import Verification
 from kimik3_prep.screen.answers import ErrorReport
 
 #: What each command prints, in the order of a person's way through them.
@@ -31,6 +32,7 @@ DOCUMENTS: dict[str, Any] = {
     "inspect SHARD": ShardDescription,
     "inspect INDEX": IndexDescription,
     "inspect OUT": OutputDescription,
+    "verify": Verification,
     "any command that fails": ErrorReport,
 }
 

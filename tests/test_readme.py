@@ -178,6 +178,8 @@ def test_json_documents_are_as_the_readme_says(run: Run, tmp_path: Path) -> None
         ("inspect SHARD", ["inspect", shard, "--render", "png", "--first", "1"]),
         ("inspect INDEX", ["inspect", "out/index.parquet"]),
         ("inspect OUT", ["inspect", "out", "--render", "png", "--first", "1"]),
+        ("verify", ["verify", "out"]),
+        ("verify", ["verify", "out", "--against-source", "--manifest", rows, "--sample", "1"]),
         (error, ["encode", "broken.json", *config]),
         (error, ["inspect", "nothing"]),
         (error, ["encode"]),

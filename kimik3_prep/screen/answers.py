@@ -31,6 +31,7 @@ if TYPE_CHECKING:  # a command imports the room that makes its document; the oth
     from kimik3_prep.manifest.folder import Gathered
     from kimik3_prep.output.totals import PlanSummary, RangeSummary, RunSummary
     from kimik3_prep.reading.inspection import IndexDescription, LargeImage, OutputDescription, ShardDescription, Totals
+    from kimik3_prep.reading.verify import Verification
 
 _MOST_PROBLEMS = 50
 
@@ -308,17 +309,17 @@ def _print_pictures(pictures: Iterable[object] | None) -> None:
 # --- verify ---------------------------------------------------------------------------------------------------------
 
 
-def print_verification(report: dict[str, Any]) -> None:
-    """A report of `verify.verify`."""
-    for problem in report["problems"]:
-        item = f", {harmless(problem['item'], LINE)}" if problem["item"] is not None else ""
-        say(out, f"{item}: {harmless(problem['what'], 2 * LINE)}", "problem: ", bold=problem["file"])
-        say(out, f"    {problem['todo']}")
-    size = f"{counted(report['rows'], 'row')}, {counted(report['images'], 'image')}, {size_text(report['bytes'])}"
-    if "compared" in report:
-        size += f"; {counted(report['compared'], 'image')} computed again"
-    found = counted(len(report["problems"]), "problem") if report["problems"] else "all as it was written"
-    say(out, f": {found} in {counted(report['shards'], 'shard')} ({size})", bold=report["path"])
+def print_verification(report: Verification) -> None:
+    """Print what `verify` checked, and what is wrong."""
+    for finding in report.problems:
+        item = f", {harmless(finding.item, LINE)}" if finding.item is not None else ""
+        say(out, f"{item}: {harmless(finding.what, 2 * LINE)}", "problem: ", bold=finding.file)
+        say(out, f"    {finding.todo}")
+    size = f"{counted(report.rows, 'row')}, {counted(report.images, 'image')}, {size_text(report.bytes)}"
+    if report.compared is not None:
+        size += f"; {counted(report.compared, 'image')} computed again"
+    state = counted(len(report.problems), "problem") if report.problems else "all as it was written"
+    say(out, f": {state} in {counted(report.shards, 'shard')} ({size})", bold=report.path)
 
 
 #: How each document appears in words, by the name of its class: the classes lie in rooms that take time to import.
