@@ -10,7 +10,7 @@ import inspect
 import itertools
 import sys
 import types
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import is_dataclass
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
@@ -102,7 +102,7 @@ def shape(hint: Any) -> str:
     if origin is tuple:
         parts = arguments[:1] if arguments[-1] is Ellipsis else arguments
         return f"[{', '.join(shape(part) for part in parts)}]"
-    if origin is dict:
+    if origin in (dict, Mapping):
         return f"{{{shape(arguments[1])}}}"
     if is_dataclass(hint) or hasattr(hint, "_fields"):
         return str(hint.__name__)

@@ -8,6 +8,7 @@ import runpy
 import subprocess
 import sys
 import types
+from collections.abc import Mapping
 from dataclasses import dataclass, is_dataclass
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
@@ -124,7 +125,7 @@ def differences(value: Any, hint: Any, at: str = "") -> list[str]:
         if value.keys() != hints.keys():
             return [f"{at} has the keys {list(value)}, not {list(hints)}"]
         return [text for key, part in hints.items() for text in differences(value[key], part, f"{at}.{key}")]
-    if origin is dict:
+    if origin in (dict, Mapping):
         return [text for key, part in value.items() for text in differences(part, arguments[1], f"{at}.{key}")]
     if origin is tuple or hasattr(hint, "_fields"):
         if not isinstance(value, list):

@@ -34,28 +34,42 @@ _NEEDED = "Kimi-K3 encoder preprocessing needs an image processor"
 
 @dataclass(frozen=True, slots=True)
 class Background:
-    """What transparent pixels show: one gray level, or a chessboard of two (0 to 255), squares in pixels."""
+    """What transparent pixels show."""
 
     pattern: Literal["white", "black", "gray", "chessboard"]
+    """One gray level, or a chessboard of two."""
     square_size: int
+    """Side of a chessboard's square in pixels."""
     square_on_top_left: bool
+    """The square at the top left is a white one."""
     white_value: int
+    """Level of the white squares, 0 to 255."""
     gray_value: int
+    """Level of the gray squares, 0 to 255."""
 
 
 @dataclass(frozen=True, slots=True)
 class PreprocessorConfig:
-    """The values that decide features. Sizes in pixels, limits in patches; `background` None drops alpha."""
+    """The values of a preprocessor config that decide features."""
 
     patch_size: int
+    """Side of a patch in pixels."""
     merge_size: int
+    """Side of a token in patches."""
     in_patch_limit: int
+    """A larger image is scaled down to about so many patches."""
     patch_limit_on_one_side: int
+    """No side of an image has more patches."""
     image_mean: tuple[float, float, float]
+    """What normalisation takes from a value between 0 and 1, by channel."""
     image_std: tuple[float, float, float]
+    """What normalisation then divides by, by channel."""
     fixed_output_tokens: int | None
+    """Every image counts so many tokens; null: as its grid says."""
     background: Background | None
+    """What shows through transparent pixels; null drops the alpha channel."""
     fill_stage: Literal["before_resize", "after_resize"]
+    """When the background is filled in."""
 
     def grid_rule(self) -> GridRule:
         """The part that decides grids."""

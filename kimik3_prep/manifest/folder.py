@@ -183,7 +183,7 @@ class _Lines:
 
     def _read_size(self, path: str) -> dict[str, int]:
         try:
-            header, turned = probe(path), probe(path, turn=True)
+            header, turned = probe(path), probe(path, exif="apply")
         except ItemError:
             self.sizes_unknown += 1
             return {}

@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from kimik3_prep.errors import Problem
-from kimik3_prep.output.plan import ITEM_BYTES
+from kimik3_prep.output.recipe import ITEM_BYTES
 from kimik3_prep.output.spans import GROUPS
 from kimik3_prep.output.tables import Layout, read_index
 

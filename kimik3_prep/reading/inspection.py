@@ -11,6 +11,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from kimik3_prep.errors import InputError, Problem
+from kimik3_prep.output.recipe import Recipe
 from kimik3_prep.output.shard_file import Shard, open_shard
 from kimik3_prep.output.tables import INDEX_SCHEMA, Layout, read_index, read_plan, read_run
 from kimik3_prep.output.totals import Bin, histogram
@@ -191,7 +192,7 @@ class OutputDescription(Totals):
     """What the run will hold; null if it is finished, or has no plan yet."""
     dtype: str
     """Storage type of pixel_values."""
-    settings: dict[str, Any]
+    settings: Recipe
     """Everything that decides the output's bytes, as run.json keeps it."""
     versions: dict[str, str]
     """Versions of the packages that made it."""
@@ -349,10 +350,10 @@ def _output(root: Path) -> OutputDescription:
         path=str(root),
         finished=finished,
         planned=None if finished else _planned(layout),
-        dtype=record["facts"]["dtype"],
-        settings=record["facts"],
-        versions=record["versions"],
-        fingerprint=record["fingerprint"],
+        dtype=record.recipe.dtype,
+        settings=record.recipe,
+        versions=dict(record.versions),
+        fingerprint=record.recipe.fingerprint,
         shards={
             path.stem: ShardSize(path.stat().st_size, open_shard(path).tensors["pixel_values"].shape[0])
             for path in committed

@@ -264,7 +264,7 @@ def print_output(output: OutputDescription) -> None:
     if planned := output.planned:
         shards = f"{len(output.shards):,} of {counted(planned.shards, 'shard')}"
         so_far = f"; so far {output.rows:,} of {counted(planned.rows, 'item')}"
-    if output.settings.get("index_only"):
+    if output.settings.index_only:
         say(out, "an index only: grids and tokens, no features")
     else:
         say(out, f"{shards}, {size_text(output.size)}, dtype {output.dtype}{so_far}")

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import HOSTILE
+from conftest import HOSTILE, recipe
 from rich.console import Console
 
 from kimik3_prep.checkpoint.config import Diagnosis, Setting
@@ -160,7 +160,7 @@ def index(text: str, **more: Any) -> IndexDescription:
 def output(text: str, **more: Any) -> OutputDescription:
     values = {
         **{"path": text, "finished": True, "planned": None, "shards": {}, "size": 0, "dtype": text},
-        **{"settings": {}, "versions": {}, "fingerprint": ""},
+        **{"settings": recipe(), "versions": {}, "fingerprint": ""},
     }
     return OutputDescription(**values | totals(text) | more)
 
