@@ -16,7 +16,7 @@ import safetensors.numpy
 from conftest import Silent, picture, write_manifest
 
 from kimik3_prep.errors import InputError
-from kimik3_prep.output.plan import canonical_json
+from kimik3_prep.output.recipe import canonical_json
 from kimik3_prep.output.shard_file import METADATA_KEY, ShardFormat, ShardWriter
 from kimik3_prep.reading import inspection
 from kimik3_prep.reading.inspection import inspect

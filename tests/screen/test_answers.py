@@ -13,7 +13,7 @@ from rich.console import Console
 from kimik3_prep.checkpoint.config import Diagnosis, Setting
 from kimik3_prep.errors import InputError, Problem, RunError, TooManyFailures
 from kimik3_prep.manifest.folder import Gathered
-from kimik3_prep.output.plan import ITEM_BYTES
+from kimik3_prep.output.recipe import ITEM_BYTES
 from kimik3_prep.output.totals import Bin, Failure, PlanSummary, RunSummary
 from kimik3_prep.reading.inspection import (
     Description,
