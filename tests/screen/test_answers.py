@@ -11,9 +11,9 @@ from conftest import HOSTILE, recipe
 from rich.console import Console
 
 from kimik3_prep.checkpoint.config import Diagnosis, Setting
+from kimik3_prep.checkpoint.levels import DTYPES
 from kimik3_prep.errors import InputError, Problem, RunError, TooManyFailures
 from kimik3_prep.manifest.folder import Gathered
-from kimik3_prep.output.recipe import ITEM_BYTES
 from kimik3_prep.output.totals import Bin, Failure, PlanSummary, RunSummary
 from kimik3_prep.reading.inspection import (
     Description,
@@ -47,7 +47,7 @@ def plan(**more: Any) -> PlanSummary:
         **{
             "tokens": 7059,
             "dtype": "float32",
-            "bytes_by_dtype": {name: 24_536 * 588 * size for name, size in ITEM_BYTES.items()},
+            "bytes_by_dtype": {name: 24_536 * 588 * dtype.itemsize for name, dtype in DTYPES.items()},
         },
         **{"shards": {"cpu": 2, "local": 1}, "histogram": ((16, 0), (32, 1), (64, 12))},
     }
