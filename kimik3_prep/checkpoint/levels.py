@@ -72,6 +72,35 @@ def level_table(mean: Sequence[float], std: Sequence[float]) -> Floats:
     return (centred.astype(np.float64) * (1.0 / np.array(std, np.float64)[:, None])).astype(np.float32)
 
 
+class Normaliser:
+    """Levels to the values they are stored as, read from a table.
+
+    Arrow reads tables by 8-bit and 16-bit indices as they are, in the calling thread. Numpy would first make indices of
+    64 bits of them, which takes longer than all the rest.
+    """
+
+    def __init__(self, table: Floats, dtype: DType) -> None:
+        import pyarrow as pa  # most users of this module need no values
+
+        self._dtype = dtype.numpy
+        entries = dtype.of_levels(table).view(f"u{dtype.itemsize}")
+        self._channels_differ = bool((entries != entries[0]).any())
+        self._entries = pa.array(entries.ravel() if self._channels_differ else entries[0])
+        self._first_entries = np.arange(0, 768, 256, dtype=np.uint16).reshape(3, 1, 1)
+
+    def __call__(self, levels: Levels) -> npt.NDArray[Any]:
+        """The stored values of uint8 `levels` `[n, 3, p, p]`, an array of the caller's own."""
+        import pyarrow as pa
+        import pyarrow.compute as pc
+
+        index: npt.NDArray[Any] = levels + self._first_entries if self._channels_differ else levels
+        kind = pa.uint16() if self._channels_differ else pa.uint8()
+        lent = pa.Array.from_buffers(kind, index.size, [None, pa.py_buffer(index)])
+        values = pc.take(self._entries, lent, boundscheck=False)
+        # Its memory is new and nobody else's, so it may be written to, which a view of an Arrow array forbids.
+        return np.frombuffer(values.buffers()[1], self._dtype, levels.size).reshape(levels.shape)
+
+
 def nearest_levels(values: npt.NDArray[Any], entries: npt.NDArray[Any]) -> tuple[Levels, int]:
     """The level of each of the `values` `[n, 3, p, p]`, and how many values are none.
 

@@ -14,12 +14,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
-import pyarrow.compute as pc
 from PIL import Image
 
 from kimik3_prep.checkpoint.config import Background, PreprocessorConfig
 from kimik3_prep.checkpoint.grid import Grid
-from kimik3_prep.checkpoint.levels import DTYPES, DType, Levels, level_table
+from kimik3_prep.checkpoint.levels import DTYPES, Levels, Normaliser, level_table
 
 _BAND = 256  # image rows composited at a time, so that float temporaries stay small
 _BLOCK_PIXELS = 1 << 16  # of one block of patches: all that a block becomes on its way fits into the second-level cache
@@ -109,7 +108,7 @@ class PatchMaker:
 
     def __init__(self, config: PreprocessorConfig, dtype: str) -> None:
         self._patch = config.patch_size
-        self._normalise = None if DTYPES[dtype].holds_levels else Normaliser(config, DTYPES[dtype])
+        self._normalise = None if DTYPES[dtype].holds_levels else Normaliser(_table(config), DTYPES[dtype])
         self._buffers: dict[str, npt.NDArray[Any]] = {}
 
     def blocks(self, pixels: Levels, grid: Grid) -> Iterator[npt.NDArray[Any]]:
@@ -175,29 +174,6 @@ def _separate(tiles: npt.NDArray[np.uint32], levels: Levels) -> None:
     for channel in range(3):
         np.copyto(levels[:, channel], tiles, casting="unsafe")  # keeps the lowest byte
         np.right_shift(tiles, 8, out=tiles)
-
-
-class Normaliser:
-    """Levels to the values they are stored as, read from a table.
-
-    Arrow reads tables by 8-bit and 16-bit indices as they are. Numpy would first make indices of 64 bits of them, which
-    takes longer than all the rest.
-    """
-
-    def __init__(self, config: PreprocessorConfig, dtype: DType) -> None:
-        self._dtype = dtype.numpy
-        entries = dtype.of_levels(_table(config)).view(f"u{dtype.itemsize}")
-        self._channels_differ = bool((entries != entries[0]).any())
-        self._entries = pa.array(entries.ravel() if self._channels_differ else entries[0])
-        self._first_entries = np.arange(0, 768, 256, dtype=np.uint16).reshape(3, 1, 1)
-
-    def __call__(self, levels: Levels) -> npt.NDArray[Any]:
-        """The stored values of uint8 `levels` `[n, 3, p, p]`."""
-        index: npt.NDArray[Any] = levels + self._first_entries if self._channels_differ else levels
-        kind = pa.uint16() if self._channels_differ else pa.uint8()
-        lent = pa.Array.from_buffers(kind, index.size, [None, pa.py_buffer(index)])
-        values = pc.take(self._entries, lent, boundscheck=False)
-        return np.asarray(values).view(self._dtype).reshape(levels.shape)
 
 
 def lost_levels(config: PreprocessorConfig, dtype: str) -> int:
