@@ -30,7 +30,7 @@ HOUSE: dict[str, tuple[str, ...]] = {
         *("threads", "memory", "devices", "compute", "jobs", "work", "engines"),
         *("check", "planning", "prepare", "ranges"),
     ),
-    "reading": ("stored", "engines", "features", "training", "verify", "inspection", "pictures", "sheets"),
+    "reading": ("stored", "engines", "features", "training", "verify", "pictures", "sheets", "inspection"),
     "screen": ("terminal", "progress", "answers", "process"),
 }
 DOORS = ("cli", "__main__")
@@ -67,7 +67,7 @@ SEAMS = {
     ("remote", "asked"),
     ("run.threads", "_work"),
     ("reading.verify", "_load_processor"),
-    ("screen.process", "exit_codes"),
+    ("screen.process", "run_command"),
 }
 
 
