@@ -11,7 +11,7 @@ import itertools
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -19,8 +19,11 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from kimik3_prep.checkpoint.grid import Grid, GridRule
+
+if TYPE_CHECKING:
+    from kimik3_prep.images.source import Stamp
+
 from kimik3_prep.errors import InputError, ItemError, Problem
-from kimik3_prep.images.source import Stamp
 from kimik3_prep.manifest.read import ITEM_SCHEMA
 from kimik3_prep.output.spans import GROUPS, Headers, Ints, Spans
 
@@ -285,6 +288,8 @@ def _planned_item(row: dict[str, Any], also: tuple[str, ...]) -> PlannedItem:
 
 def planned_stamp(item: PlannedItem) -> Stamp | None:
     """The stamp of the source that was planned; None where it was not opened then."""
+    from kimik3_prep.images.source import Stamp  # inside: readers of a finished run need no decoders
+
     if item.source_size is None or item.source_mtime_ns is None:
         return None
     return Stamp(item.source_size, item.source_mtime_ns)

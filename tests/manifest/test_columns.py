@@ -14,6 +14,7 @@ from pyarrow import parquet
 from stores import Store
 
 from kimik3_prep.errors import InputError, ItemError
+from kimik3_prep.images import cell
 from kimik3_prep.images.address import TableCell
 from kimik3_prep.images.decode import decode
 from kimik3_prep.images.source import read_file
@@ -111,7 +112,7 @@ def test_cells_that_are_not_there(tmp_path: Path) -> None:
 
 
 def test_a_row_group_is_read_once_and_few_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tables, "_groups", tables._Kept(2, 0))
+    monkeypatch.setattr(cell, "_groups", cell._Kept(2, 0))
     loads: list[int] = []
     real = parquet.ParquetFile.read_row_group
 
@@ -136,4 +137,4 @@ def test_a_row_group_is_read_once_and_few_are_kept(tmp_path: Path, monkeypatch: 
             thread.join()
     assert sorted(found) == [bytes([n]) for n in range(40)]
     assert loads == [0, 1, 2, 3]
-    assert len(tables._groups._things) == 2
+    assert len(cell._groups._things) == 2

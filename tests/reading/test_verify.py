@@ -13,7 +13,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from conftest import Run, encode, picture, write_manifest
+from conftest import Run, encode, local_row, picture, write_manifest
 
 from kimik3_prep.errors import InputError
 from kimik3_prep.reading.recompute import against_source, processor_folder
@@ -205,8 +205,6 @@ def test_images_that_changed_or_went_away(whole: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "uint8"])
 def test_every_dtype_and_path_against_the_images(tmp_path: Path, dtype: str) -> None:
-    from test_prepare import local_row
-
     picture(300, 200, "RGBA").save(tmp_path / "a.png")
     rows = [{"id": "a", "image": "a.png"}, local_row(tmp_path, "b.npy", picture(30, 170))]
     manifest = write_manifest(tmp_path / "m.jsonl", rows)

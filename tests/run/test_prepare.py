@@ -17,7 +17,7 @@ import safetensors.numpy
 import safetensors.torch
 import torch
 import xxhash
-from conftest import GOLDEN, Silent, encode, golden_cases, local_row, picture, write_manifest
+from conftest import GOLDEN, Silent, encode, golden_cases, local_row, picture, tree, write_manifest
 from PIL import Image, ImageFile
 
 from kimik3_prep.checkpoint.config import PreprocessorConfig
@@ -29,12 +29,6 @@ from kimik3_prep.run.check import Settings, default_output
 from kimik3_prep.run.prepare import dry_run, prepare
 
 CASES = golden_cases("images")
-
-
-def tree(root: Path, *, but: tuple[str, ...] = ()) -> dict[str, str]:
-    """The digest of every file below a folder."""
-    files = sorted(path for path in root.rglob("*") if path.is_file() and path.name not in but)
-    return {str(path.relative_to(root)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
 
 
 @pytest.fixture
