@@ -21,7 +21,7 @@ from kimik3_prep.images.source import read_file
 from kimik3_prep.manifest import columns as tables
 from kimik3_prep.manifest.read import read_manifest
 from kimik3_prep.output.tables import Layout, read_index
-from kimik3_prep.reading.recompute import against_source
+from kimik3_prep.reading.verify import Comparison, verify
 from kimik3_prep.run.check import Settings
 from kimik3_prep.run.prepare import prepare
 
@@ -67,7 +67,8 @@ def test_a_run_from_a_table_is_the_run_from_a_folder(tmp_path: Path, s3: Store, 
     assert plan.nbytes < 20_000, "no pixels in it"
     extra = read_index(Layout(tmp_path / "tabled").index)["extra"].to_pylist()
     assert extra[1] == ('{"word":"w","image_path":"1.png"}' if nested else '{"word":"w"}')
-    assert against_source(tmp_path / "tabled", pattern, None, True, None) == {"compared": 7, "differences": []}
+    report = verify(tmp_path / "tabled", Comparison(pattern))
+    assert (report.compared, report.findings) == (7, ())
 
 
 @pytest.mark.parametrize("statistics", [True, False])
@@ -103,9 +104,9 @@ def test_row_groups_that_no_memory_holds_are_refused(tmp_path: Path, monkeypatch
 def test_cells_that_are_not_there(tmp_path: Path) -> None:
     path = saved(tmp_path / "m.parquet", [{"image": b"1", "word": "a"}, {"image": None, "word": "b"}])
     assert read_file(f"{path}!parquet:0!image")[0] == b"1"
-    for cell in ("9!image", "0!none", "1!image", "0!word"):
+    for place in ("9!image", "0!none", "1!image", "0!word"):
         with pytest.raises(ItemError, match=r"row|column"):
-            read_file(f"{path}!parquet:{cell}")
+            read_file(f"{path}!parquet:{place}")
     (tmp_path / "no.parquet").write_bytes(b"PAR1 and nothing")
     with pytest.raises(ItemError, match="corrupt"):
         decode(f"{tmp_path}/no.parquet!parquet:0!image")
