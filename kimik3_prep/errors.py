@@ -31,7 +31,8 @@ ItemErrorCode = Literal[
     "corrupt",  # the decoder refused the data
     "too_many_pixels",  # above --max-pixels
     "too_many_tokens",  # no scale brings it under --max-tokens
-    "out_of_memory",  # the decoder could not allocate
+    "out_of_memory",  # the decoder could not allocate, or the system killed its process
+    "decoder_crashed",  # the process that decoded it died, twice
     "size_mismatch",  # decoded size differs from the manifest's width and height
     "source_changed",  # the file is not the one that was planned
     "content_hash_mismatch",  # sha256 of the bytes differs from the manifest's content_hash
@@ -109,6 +110,39 @@ class RunError(PrepError):
 
 class TooManyFailures(RunError):
     """The run was told to stop at this many failed items."""
+
+
+class PatchesMissing(RunError):
+    """An item's patches do not fill its place: a fault of this package."""
+
+    def __init__(self, image: str, made: int, planned: int) -> None:
+        super().__init__(image, made, planned)
+        self.image, self.made, self.planned = image, made, planned
+
+    def __str__(self) -> str:
+        return f"{self.made:,} patches were made for {self.image}, {self.planned:,} were planned"
+
+
+class FileReplaced(RunError):
+    """Somebody put another file in the place of one that the run is writing."""
+
+    def __init__(self, path: str) -> None:
+        super().__init__(path)
+        self.path = path
+
+    def __str__(self) -> str:
+        return f"{self.path} is not the file that this run made: something else writes into the output folder"
+
+
+class WorkersDoNotStart(RunError):
+    """Worker processes end before they do anything."""
+
+    def __init__(self, how: str, message: str) -> None:
+        super().__init__(how, message)
+        self.how, self.message = how, message
+
+    def __str__(self) -> str:
+        return f"the worker processes do not start: {self.how}{': ' if self.message else ''}{self.message}"
 
 
 class ItemError(PrepError):
