@@ -25,7 +25,7 @@ HOUSE: dict[str, tuple[str, ...]] = {
     "images": ("address", "cell", "source", "decode"),
     "manifest": ("row", "tar", "columns", "read", "records", "folder"),
     "pixels": ("resample", "cpu", "device", "ready"),
-    "output": ("spans", "plan", "shard_file", "tables", "folder", "mirror", "totals"),
+    "output": ("recipe", "spans", "plan", "shard_file", "tables", "folder", "mirror", "totals"),
     "run": (
         *("threads", "memory", "devices", "compute", "jobs", "work", "engines"),
         *("check", "planning", "prepare", "ranges"),

@@ -162,7 +162,7 @@ class _Lines:
 
     def _read_size(self, path: str) -> dict[str, int]:
         try:
-            header, turned = probe(path), probe(path, turn=True)
+            header, turned = probe(path), probe(path, exif="apply")
         except ItemError:
             self.found.sizes_unknown += 1
             return {}

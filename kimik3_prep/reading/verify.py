@@ -31,7 +31,8 @@ from kimik3_prep.images.decode import codec_versions
 from kimik3_prep.images.source import foreign_errors
 from kimik3_prep.manifest.read import base_of
 from kimik3_prep.manifest.row import show
-from kimik3_prep.output.plan import PlannedItem, canonical_json, shard_plan, split_shards
+from kimik3_prep.output.plan import PlannedItem, shard_plan, split_shards
+from kimik3_prep.output.recipe import Recipe, canonical_json
 from kimik3_prep.output.shard_file import METADATA_KEY, Shard, ShardFormat, open_shard
 from kimik3_prep.output.tables import (
     INDEX_SCHEMA,
@@ -39,6 +40,7 @@ from kimik3_prep.output.tables import (
     OURS_IN_ROOT,
     Layout,
     Outcome,
+    RunRecord,
     Stored,
     index_table,
     planned_table,
@@ -47,7 +49,6 @@ from kimik3_prep.output.tables import (
     read_run,
 )
 from kimik3_prep.remote import refuse
-from kimik3_prep.run.prepare import run_metadata
 
 _AGAIN = "run the same encode command again"
 _COMPARED_AT_ONCE = 1024  # index rows
@@ -118,7 +119,7 @@ def verify(root: Path, comparison: Comparison | None = None) -> Verification:
     if record is None:
         raise InputError([Problem(str(root), "no run.json in it", "a folder that `kimik3-prep encode` wrote")])
     again = None if comparison is None else _Again(layout, record, comparison)
-    run = _Run(layout, record["facts"])
+    run = _Run(layout, record.recipe)
     findings = list(run.findings())
     if again is not None:
         findings += again.findings()
@@ -174,11 +175,9 @@ def _images(index: pa.Table) -> list[_Image]:
 class _Run:
     """One pass over a folder; counts what it has read."""
 
-    def __init__(self, layout: Layout, facts: dict[str, Any]) -> None:
+    def __init__(self, layout: Layout, recipe: Recipe) -> None:
         self.layout = layout
-        self.metadata = run_metadata(facts)
-        self.dtype, self.patch_size = facts["dtype"], facts["config"]["patch_size"]
-        self.measured = facts["dedupe"] == "content"
+        self.recipe = recipe
         self.rows = self.images = self.shards = self.bytes = 0
 
     def findings(self) -> Iterator[Finding]:
@@ -189,8 +188,8 @@ class _Run:
         try:
             for name, rows in split_shards(read_plan(self.layout)):
                 self.rows += rows.num_rows
-                if self.metadata.get("index_only"):
-                    index = planned_table(rows, self.measured)
+                if self.recipe.index_only:
+                    index = planned_table(rows, self.recipe.dedupe == "content")
                 elif name is None:
                     index = index_table(rows, {})
                 else:
@@ -227,8 +226,7 @@ class _Run:
                 yield Finding(f"shards/{path.name}", None, "cannot be read as an index", todo)
             return
         group = name.rpartition("-")[0]
-        metadata = {**self.metadata, "group": group}
-        yield from self._index_matches(path, rows, index, {**metadata, "shard": name}, todo)
+        yield from self._index_matches(path, rows, index, self.recipe.metadata(group, name), todo)
         if not self.layout.shard(name).is_file():
             return
         try:
@@ -237,7 +235,7 @@ class _Run:
             yield Finding(file, None, error.problems[0].what, todo)
             return
         self.shards += 1
-        yield from self._bytes_match(shard, file, ShardFormat(self.dtype, self.patch_size, metadata), index, todo)
+        yield from self._bytes_match(shard, file, ShardFormat.of(self.recipe, group), index, todo)
 
     def _index_matches(
         self, path: Path, rows: pa.Table, index: pa.Table, metadata: dict[str, Any], todo: str
@@ -299,7 +297,7 @@ class _Run:
         except InputError as error:
             yield Finding(file, None, error.problems[0].what, todo)
             return
-        if _metadata_text(self.layout.index) != canonical_json(self.metadata):
+        if _metadata_text(self.layout.index) != canonical_json(self.recipe.metadata()):
             yield Finding(file, None, "its metadata is not this run's", todo)
         if index["item"].to_pylist() != list(range(self.rows)):
             what = f"its rows are not the {self.rows:,} manifest rows, each once and in order"
@@ -374,13 +372,11 @@ class _Computer(Protocol):
 class _Again:
     """Stored images computed anew. Only images whose stored bytes are intact: damage has a finding already."""
 
-    def __init__(self, layout: Layout, record: dict[str, Any], comparison: Comparison) -> None:
-        from kimik3_prep.run.compute import Recipe
-
+    def __init__(self, layout: Layout, record: RunRecord, comparison: Comparison) -> None:
         self.compared = 0
         self._layout, self._record, self._sample = layout, record, comparison.sample
         self._base = base_of(comparison.manifest) if comparison.manifest else str(Path.cwd())
-        recipe = Recipe.of_run(record["facts"])
+        recipe = record.recipe
         self._computers: list[_Computer] = [_Backend(recipe)] if comparison.backend else []
         if comparison.processor is not None:
             self._computers.append(_Processor(comparison.processor, recipe, comparison.trusted))
@@ -446,11 +442,11 @@ _DIFFERENT = (
 )
 
 
-def _versions_compared(record: dict[str, Any]) -> str:
+def _versions_compared(record: RunRecord) -> str:
     """Which versions differ between the run and this machine, as a sentence."""
-    before = {**record["versions"], **record["facts"]["decoders"]}
+    before = {**record.versions, **record.recipe.decoders}
     here = codec_versions()
-    for name in record["versions"]:
+    for name in record.versions:
         try:
             here[name] = version(name)
         except PackageNotFoundError:
@@ -489,7 +485,7 @@ class _Backend:
 
     name = "the CPU backend"
 
-    def __init__(self, recipe: Any) -> None:
+    def __init__(self, recipe: Recipe) -> None:
         self._recipe = recipe
 
     def compute(self, item: PlannedItem, source: str) -> tuple[npt.NDArray[np.uint8], str]:
@@ -507,7 +503,7 @@ class _Processor:
 
     name = "the checkpoint's processor"
 
-    def __init__(self, folder: Path, recipe: Any, trusted: bool) -> None:
+    def __init__(self, folder: Path, recipe: Recipe, trusted: bool) -> None:
         self._recipe = recipe
         self._processor = _load_processor(folder, trusted)
 
@@ -515,6 +511,7 @@ class _Processor:
         """As in `_Computer`. It takes no features made elsewhere, and no images scaled by --max-tokens."""
         import torch
 
+        from kimik3_prep.pixels.cpu import TORCH_DTYPES
         from kimik3_prep.pixels.ready import cast_features
         from kimik3_prep.run.compute import planned_image
 
@@ -526,7 +523,9 @@ class _Processor:
         grids = np.asarray(result["grid_thws"]).reshape(-1).tolist()
         if grids != list(item.grid.thw):
             raise ItemError("size_mismatch", f"its grid is {grids}, stored is {list(item.grid.thw)}")
-        values = cast_features(torch.as_tensor(result["pixel_values"]), self._recipe.config, self._recipe.dtype)
+        values = cast_features(
+            torch.as_tensor(result["pixel_values"]), self._recipe.config, TORCH_DTYPES[self._recipe.dtype]
+        )
         return values.contiguous().view(torch.uint8).numpy().reshape(-1), decoded.content_hash
 
 
