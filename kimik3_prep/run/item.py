@@ -180,14 +180,12 @@ def met_in(decoded: Decoded) -> Met:
     return Met(decoded.mode, decoded.format, decoded.exif_orientation, decoded.content_hash)
 
 
-def memory_of(
-    mode: str | None, width: int, height: int, source_size: int | None, patch_count: int, recipe: Recipe
-) -> int:
+def memory_of(item: PlannedItem, recipe: Recipe) -> int:
     """Return about the most bytes that an item takes while it is prepared: its file, its pixels, and copies of them."""
-    if not width:  # features made elsewhere: as they are, and in the dtype of the run
-        return patch_count * 3 * recipe.config.patch_size**2 * 8
-    a_pixel = 8 if mode in ("RGB", "L", "YCbCr") else 20  # alpha takes copies for the background
-    return a_pixel * width * height + (source_size or 0)
+    if item.made_elsewhere:  # as they are, and in the dtype of the run
+        return item.patch_count * 3 * recipe.config.patch_size**2 * 8
+    a_pixel = 8 if item.mode in ("RGB", "L", "YCbCr") else 20  # alpha takes copies for the background
+    return a_pixel * item.width * item.height + (item.source_size or 0)
 
 
 def _check_hash(item: PlannedItem, content_hash: str) -> None:
@@ -243,7 +241,7 @@ class ProbeImages:
 
 @dataclass(frozen=True, slots=True)
 class StoreItems:
-    """Write patches to their places. Payload: the values of a `PlannedItem`. Answer: `(Met, checksum, bytes)`."""
+    """Write patches to their places. Payload: the values of a `PlannedItem`. Answer: `(Met, checksum)`."""
 
     base: str
     recipe: Recipe
@@ -257,7 +255,7 @@ class StoreItems:
     patches_at: int
     """Where the first patch begins in it."""
 
-    def __call__(self, payload: tuple[Any, ...], encoded: Encoded | None) -> tuple[Met, str, int]:
+    def __call__(self, payload: tuple[Any, ...], encoded: Encoded | None) -> tuple[Met, str]:
         """Store one item. Raises ItemError; RunError where the disk refuses."""
         item = PlannedItem.of(payload)
         met, blocks = prepare_item(item, self.base, self.recipe, encoded)
@@ -267,7 +265,7 @@ class StoreItems:
             checksum, size = write_blocks(descriptor, place, blocks)
         if size != item.patch_count * self.recipe.patch_bytes:
             raise PatchesMissing(item.image, size // self.recipe.patch_bytes, item.patch_count)
-        return met, checksum, size
+        return met, checksum
 
     def fetch(self, payload: tuple[Any, ...]) -> Callable[[], Encoded] | None:
         """Return how the image is fetched from a slow place."""

@@ -6,34 +6,31 @@ a thread commits a full one while others are filled. The bytes do not depend on 
 
 from __future__ import annotations
 
-import os
+import functools
 import pickle
-import tempfile
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
-from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from kimik3_prep.disk import disk_errors
 from kimik3_prep.errors import ItemError
 from kimik3_prep.output.folder import Output
 from kimik3_prep.output.recipe import Recipe
 from kimik3_prep.output.shard_file import ShardFormat, ShardWriter
 from kimik3_prep.output.tables import Outcome, Stored, index_table
-from kimik3_prep.run.item import LoadItems, Met, StoreItems, planned_values, write_blocks
+from kimik3_prep.run.item import LoadItems, Met, PlannedItem, StoreItems, memory_of, planned_values, write_blocks
 from kimik3_prep.run.workers import Task, Workers
 
 if TYPE_CHECKING:
     from kimik3_prep.pixels.device import Batches
 
 _COMMITS_WAITING = 2  # full shards that may wait for the disk before the next one is begun
-_PLAIN_MODES = ("RGB", "L", "YCbCr")
 
 
 class Stopped(Exception):
@@ -134,20 +131,21 @@ def fill_shards(jobs: Iterable[ShardJob], workers: Workers, control: Control) ->
 
 
 class _Filling:
-    """One shard while it is filled. `tasks` goes to the workers, `take` gets their answers, `commit` ends it."""
+    """One shard while it is filled: `tasks` go to the workers, `take` gets their answers, `commit` ends it."""
 
     def __init__(self, job: ShardJob, workers: Workers, control: Control) -> None:
-        self._job, self._control, self._shared = job, control, workers.shared
+        self._job, self._workers, self._control = job, workers, control
         numbers = job.rows["row"].to_numpy()
         stored = job.rows.take(pa.array(np.flatnonzero(np.diff(numbers, prepend=-1))))  # one plan row an image
-        self._items = planned_values(stored)
-        self._counts: list[int] = stored["patch_count"].to_pylist()
-        self._needs = _memory_of(stored, job.recipe)
+        self._values = planned_values(stored)
+        self._items = [PlannedItem.of(values) for values in self._values]
         self._results: dict[int, tuple[Met, str] | ItemError] = {}
-        patches = int(stored["patch_start"][-1].as_py()) + self._counts[-1]
-        form = ShardFormat(job.recipe, job.group)
-        self._writer = ShardWriter(job.output.shard(job.name), form, len(self._items), patches)
+        self._not_loaded = len(self._items)
         self._batches = self._device_batches() if job.group == "gpu" else None
+        patches = self._items[-1].patch_start + self._items[-1].patch_count
+        self._writer = ShardWriter(
+            job.output.shard(job.name), ShardFormat(job.recipe, job.group), len(self._items), patches
+        )
 
     @property
     def full(self) -> bool:
@@ -156,63 +154,89 @@ class _Filling:
 
     def tasks(self) -> Iterator[Task]:
         """Yield a task for each image."""
-        job, writer = self._job, self._writer
-        if self._batches is None:
-            store = StoreItems(job.base, job.recipe, str(writer.temporary), writer.inode, writer.offset(0))
-            call = pickle.dumps(store)
+        job, writer, on_device = self._job, self._writer, self._batches is not None
+        if on_device:
+            call = pickle.dumps(LoadItems(job.base, job.recipe, self._workers.shared.descriptor))
         else:
-            call = pickle.dumps(LoadItems(job.base, job.recipe, self._shared.descriptor))
-        for row, (values, count, need) in enumerate(zip(self._items, self._counts, self._needs, strict=True)):
-            weight = count * job.recipe.config.patch_size**2
-            if self._batches is None:
-                yield Task(call, values, need, weight, (self, row))
-            else:
-                place = self._shared.allocate(_most_pixels(values))
-                yield Task(call, (values, place), need, weight, (self, row))
+            call = pickle.dumps(StoreItems(job.base, job.recipe, str(writer.temporary), writer.inode, writer.offset(0)))
+        for values, item in zip(self._values, self._items, strict=True):
+            place = self._workers.shared.allocate(_most_pixel_bytes(item)) if on_device else None
+            payload = values if place is None else (values, place)
+            yield Task(call, payload, memory_of(item, job.recipe), item.width * item.height, (self, item, place))
 
     def take(self, task: Task, answer: Any) -> None:
-        """Note what became of an image."""
-        row = task.tag[1]
-        if self._batches is None:
-            self._keep(row, answer if isinstance(answer, ItemError) else answer[:2])
-            return
-        place = task.payload[1]
+        """Note what became of a task's image."""
+        _, item, place = task.tag
         if isinstance(answer, ItemError):
-            self._keep(row, answer)
+            self._keep(item, answer)
+        elif self._batches is None:
+            met, checksum = answer
+            self._keep(item, (met, checksum))
         else:
             met, mode, shape = answer
-            pixels = self._shared.read(place, shape)
-            self._batches.add((row, met), mode, pixels, PlannedItem.of(self._items[row]).grid)
-        self._shared.free(place)
-        self._loaded += 1
-        if self._loaded == len(self._items):
-            self._batches.finish()
+            self._batches.add((item, met), mode, self._workers.shared.read(place, shape), item.grid)
+        if self._batches is not None:
+            self._workers.shared.free(place)
+            self._not_loaded -= 1
+            if not self._not_loaded:
+                self._batches.finish()
 
     def commit(self) -> ShardResult:
-        """Close the gaps of failed images, write the index, and commit both."""
+        """Close the gaps that failed images left, then commit the shard and its index."""
         job = self._job
-        kept = [row for row in range(len(self._items)) if not isinstance(self._results[row], ItemError)]
-        grids = [PlannedItem.of(self._items[row]).grid for row in kept]
-        starts = [self._items[row][_PATCH_START] for row in kept]
-        places = self._writer.finish([(grid.thw, start, grid.patches) for grid, start in zip(grids, starts, strict=True)])
-        outcomes: dict[int, Outcome] = {row: result for row, result in self._results.items() if isinstance(result, ItemError)}
-        for row, (place, start) in zip(kept, places, strict=True):
-            met, checksum = self._results[row]
-            outcomes[row] = Stored(place, start, met.mode, met.format, met.exif_orientation, met.content_hash, checksum)
+        kept = [item for item in self._items if not isinstance(self._results[item.row], ItemError)]
+        places = self._writer.finish([(item.grid.thw, item.patch_start, item.patch_count) for item in kept])
+        placed = dict(zip((item.row for item in kept), places, strict=True))
+        outcomes: dict[int, Outcome] = {}
+        for row, result in self._results.items():
+            outcomes[row] = result if isinstance(result, ItemError) else _stored(*placed[row], *result)
         index = index_table(job.rows, outcomes)
-        size = job.output.commit(job.name, index, job.recipe)
+        size = job.output.shard(job.name).stat().st_size
+        job.output.commit(job.name, index, job.recipe)
         failed = pc.sum(pc.equal(index["status"], "failed")).as_py()
-        patches = sum(grid.patches for grid in grids)
+        patches = sum(item.patch_count for item in kept)
         return ShardResult(job.name, index.num_rows - failed, failed, len(kept), patches, size)
 
     def abandon(self) -> None:
         """Remove the unfinished file."""
         self._writer.abort()
 
-    def _keep(self, row: int, result: tuple[Met, str] | ItemError) -> None:
-        self._results[row] = result
-        width, height = self._items[row][_WIDTH] or 0, self._items[row][_HEIGHT] or 0
+    def _keep(self, item: PlannedItem, result: tuple[Met, str] | ItemError) -> None:
+        self._results[item.row] = result
+        pixels = item.width * item.height
         if isinstance(result, ItemError):
-            self._control.on_item(width * height, 0, result)
+            self._control.on_item(pixels, 0, result)
         else:
-            self._control.on_item(width * height, self._counts[row] * self._job.recipe.patch_bytes, None)
+            self._control.on_item(pixels, item.patch_count * self._job.recipe.patch_bytes, None)
+
+    def _device_batches(self) -> Batches:
+        """Where a gpu shard's pixels are computed: batches of one shape, whose patches are stored as they come back."""
+        from kimik3_prep.pixels.device import Batches, device_backend
+        from kimik3_prep.pixels.tensors import to_array
+
+        recipe = self._job.recipe
+
+        def emit(tag: tuple[PlannedItem, Met], patches: Any) -> None:
+            item, met = tag
+            if isinstance(patches, ItemError):
+                self._keep(item, patches)
+                return
+            place = self._writer.offset(item.patch_start)
+            with disk_errors(self._writer.temporary):
+                checksum, _ = write_blocks(self._writer.descriptor, place, iter([to_array(patches.cpu())]))
+            self._keep(item, (met, checksum))
+
+        backend = device_backend(self._job.device, recipe.config, recipe.dtype)
+        note = functools.partial(self._control.note, "--batch-bytes")
+        # Besides what waits in a batch, the one before it is in memory as pixels and as patches.
+        batch_bytes = min(self._job.batch_bytes, max(1 << 20, self._workers.memory // 16))
+        return Batches(backend, batch_bytes, emit, note)
+
+
+def _stored(row: int, patch_start: int, met: Met, checksum: str) -> Stored:
+    return Stored(row, patch_start, met.mode, met.format, met.exif_orientation, met.content_hash, checksum)
+
+
+def _most_pixel_bytes(item: PlannedItem) -> int:
+    """Bytes that an image's pixels take in shared memory at most: four channels, before or after the resize."""
+    return 4 * max(item.width * item.height, item.grid.new_w * item.grid.new_h)

@@ -26,6 +26,9 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
 from kimik3_prep.errors import ItemError, WorkersDoNotStart
 from kimik3_prep.run.worker import SLOT, SLOT_BYTES, Fault
 
@@ -46,14 +49,20 @@ class WorkerFault(RuntimeError):
 class Task:
     """One thing to do for a worker.
 
-    call: a pickled `worker.Call`, the same object for all tasks of one kind. payload: what it is called with, picklable.
-    need: bytes that it may take while it is done. weight: about the pixels that it decodes.
-    """
-
     call: bytes
+    """A pickled `worker.Call`, the same object for all tasks of one kind."""
+
     payload: Any
+    """What it is called with."""
+
     need: int = 0
+    """Bytes of memory that it takes at most while it is done."""
+
     weight: int = 0
+    """About the pixels that it decodes."""
+
+    tag: Any = None
+    """For whoever takes the answer; it stays here."""
     crashes: int = 0
 
 
@@ -107,6 +116,7 @@ class Workers:
         self._board_file = tempfile.TemporaryFile()  # noqa: SIM115  open as long as the workers
         self._board_file.truncate(max(mmap.PAGESIZE, self.count * SLOT_BYTES))
         self._board = mmap.mmap(self._board_file.fileno(), 0)
+        self.shared = SharedMemory()
         self._messages = tempfile.TemporaryFile()  # noqa: SIM115  what libraries print in the workers
         return self
 
@@ -117,6 +127,7 @@ class Workers:
             worker.process.wait()
             worker.connection.close()
         self._workers.clear()
+        self.shared.close()
         self._board.close()
         self._board_file.close()
         self._messages.close()
@@ -254,7 +265,7 @@ class Workers:
                 stdin=subprocess.DEVNULL,
                 stdout=self._messages,
                 stderr=self._messages,
-                pass_fds=(theirs.fileno(), self._board_file.fileno()),
+                pass_fds=(theirs.fileno(), self._board_file.fileno(), self.shared.descriptor),
                 env={**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
             )
         return _Worker(process, Connection(ours.detach()), slot)
@@ -302,6 +313,46 @@ class Workers:
         size = self._messages.seek(0, os.SEEK_END)
         self._messages.seek(max(0, size - 1000))
         return self._messages.read().decode("utf-8", "replace").strip()
+
+
+class SharedMemory:
+    """Memory that the workers write decoded pixels into, for the process that holds a device. It grows as it is used."""
+
+    def __init__(self) -> None:
+        name = "kimik3-prep pixels"
+        if hasattr(os, "memfd_create"):
+            self.descriptor = os.memfd_create(name)
+        else:
+            with tempfile.TemporaryFile() as file:
+                self.descriptor = os.dup(file.fileno())
+        self._taken: dict[int, int] = {}
+
+    def allocate(self, size: int) -> int:
+        """Return where `size` free bytes begin, in the first gap that is large enough."""
+        begin = 0
+        for taken in sorted(self._taken):
+            if taken - begin >= size:
+                break
+            begin = taken + self._taken[taken]
+        self._taken[begin] = max(1, size)
+        return begin
+
+    def free(self, begin: int) -> None:
+        """Give back what `allocate` gave."""
+        del self._taken[begin]
+
+    def read(self, begin: int, shape: tuple[int, ...]) -> npt.NDArray[np.uint8]:
+        """Return a copy of the uint8 array of that shape which a worker has written at `begin`."""
+        pixels = np.empty(shape, np.uint8)
+        content = memoryview(pixels.reshape(-1))
+        while content:
+            count = os.preadv(self.descriptor, [content], begin)
+            content, begin = content[count:], begin + count
+        return pixels
+
+    def close(self) -> None:
+        """Give the memory back to the system."""
+        os.close(self.descriptor)
 
 
 def _how_it_ended(returncode: int) -> str:
