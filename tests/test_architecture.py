@@ -20,7 +20,7 @@ CONTRIBUTING = ROOT / ".github" / "CONTRIBUTING.md"
 #: The house from the bottom up. A room imports from rooms before it, and a file from files before it in its room.
 #: A new file gets a place here; CONTRIBUTING.md shows the same house.
 HOUSE: dict[str, tuple[str, ...]] = {
-    "": ("__init__", "errors", "strict_json", "disk", "offsets", "remote"),
+    "": ("__init__", "errors", "strict_json", "disk", "remote"),
     "checkpoint": ("levels", "grid", "rules", "config"),
     "images": ("address", "cell", "source", "decode"),
     "manifest": ("row", "tar", "columns", "read", "records", "folder"),
@@ -64,6 +64,7 @@ FRONT_DOOR = {"reading.features", "reading.training"}
 #: Where foreign exceptions of any kind are caught, to be translated.
 SEAMS = {
     ("images.source", "foreign_errors"),
+    ("images.decode", "_orientation"),
     ("remote", "asked"),
     ("run.threads", "_work"),
     ("reading.verify", "_load_processor"),

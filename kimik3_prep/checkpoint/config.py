@@ -247,7 +247,7 @@ def _read(path: Place) -> bytes:
 
     try:
         if isinstance(path, str):
-            with remote.RemoteFile(path) as part:
+            with remote.opened(path) as part:
                 content = part.read(_MOST_BYTES + 1)
             if len(content) > _MOST_BYTES:
                 raise refuse(f"more than {_MOST_BYTES:,} bytes long")
