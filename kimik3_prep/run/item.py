@@ -12,7 +12,7 @@ import functools
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,11 +26,13 @@ from kimik3_prep.checkpoint.levels import DTYPES
 from kimik3_prep.disk import disk_errors
 from kimik3_prep.errors import FileReplaced, ItemError, PatchesMissing
 from kimik3_prep.images.address import resolve, split
-from kimik3_prep.images.decode import Decoded, Exif, decode, probe
+from kimik3_prep.images.decode import Decoded, Exif, Probe, decode, probe
 from kimik3_prep.images.source import Encoded, Stamp, foreign_errors, read_whole
 from kimik3_prep.output.recipe import Recipe
 from kimik3_prep.pixels.cpu import PatchMaker, pixels_for_device, rgb_pixels
 from kimik3_prep.pixels.ready import cast_features, read_features
+from kimik3_prep.run import spool
+from kimik3_prep.run.spool import Kept
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -208,20 +210,22 @@ _thread = threading.local()
 # --- what workers are asked to do -----------------------------------------------------------------------------------
 
 
-def fetch_of(image: str, base: str) -> Callable[[], Encoded] | None:
-    """Return a function that reads an image from a slow place, or None where reading it is quick.
-
-    A cell of a table counts as quick: its neighbours come with it.
-    """
+def is_slow(image: str, base: str) -> bool:
+    """Whether an image lies in a slow place: a store or a web server. A table's cells come with their neighbours."""
     source = resolve(image, base)
-    if remote.scheme(split(source)[0]) is None or "!parquet:" in source:
-        return None
-    return functools.partial(read_whole, source)
+    return remote.scheme(split(source)[0]) is not None and "!parquet:" not in source
+
+
+def _fetch(image: str, base: str, kept: Kept | None = None) -> Callable[[], Encoded] | None:
+    """Return a function that reads an image from a slow place, or from the spool; None where reading it is quick."""
+    if kept is not None and spool.mine is not None:
+        return functools.partial(spool.mine.read, kept)
+    return functools.partial(read_whole, resolve(image, base)) if is_slow(image, base) else None
 
 
 @dataclass(frozen=True, slots=True)
 class ProbeImages:
-    """Read image headers. Payload: the image, as the manifest names it. Answer: a `Probe`."""
+    """Read image headers. Payload: the image, as the manifest names it. Answer: its `Probe`, and where it is kept."""
 
     base: str
     max_pixels: int
@@ -230,18 +234,25 @@ class ProbeImages:
     hash: bool
     """Read the whole file for its hash."""
 
-    def __call__(self, payload: str, encoded: Encoded | None) -> Any:
-        """Return the image's `Probe`. Raises ItemError."""
-        return probe(encoded or resolve(payload, self.base), self.max_pixels, self.exif, self.hash)
+    def __call__(self, payload: str, encoded: Encoded | None) -> tuple[Probe, Kept | None]:
+        """Probe one image. Raises ItemError."""
+        keep = spool.MOST if spool.mine is not None and is_slow(payload, self.base) else 0
+        header = probe(encoded or resolve(payload, self.base), self.max_pixels, self.exif, self.hash, keep)
+        if header.encoded is None or spool.mine is None:
+            return header, None
+        return replace(header, encoded=None), spool.mine.keep(header.encoded)
 
     def fetch(self, payload: str) -> Callable[[], Encoded] | None:
         """Return how the whole file is fetched from a slow place; headers alone are fetched when they are read."""
-        return fetch_of(payload, self.base) if self.hash else None
+        return _fetch(payload, self.base) if self.hash else None
 
 
 @dataclass(frozen=True, slots=True)
 class StoreItems:
-    """Write patches to their places. Payload: the values of a `PlannedItem`. Answer: `(Met, checksum)`."""
+    """Write patches to their places. Payload: the values of a `PlannedItem`, and where its file is kept.
+
+    Answer: `(Met, checksum)`.
+    """
 
     base: str
     recipe: Recipe
@@ -255,9 +266,9 @@ class StoreItems:
     patches_at: int
     """Where the first patch begins in it."""
 
-    def __call__(self, payload: tuple[Any, ...], encoded: Encoded | None) -> tuple[Met, str]:
+    def __call__(self, payload: tuple[tuple[Any, ...], Kept | None], encoded: Encoded | None) -> tuple[Met, str]:
         """Store one item. Raises ItemError; RunError where the disk refuses."""
-        item = PlannedItem.of(payload)
+        item = PlannedItem.of(payload[0])
         met, blocks = prepare_item(item, self.base, self.recipe, encoded)
         with disk_errors(Path(self.file)):
             descriptor = _files.descriptor(self.file, self.inode)
@@ -267,9 +278,9 @@ class StoreItems:
             raise PatchesMissing(item.image, size // self.recipe.patch_bytes, item.patch_count)
         return met, checksum
 
-    def fetch(self, payload: tuple[Any, ...]) -> Callable[[], Encoded] | None:
+    def fetch(self, payload: tuple[tuple[Any, ...], Kept | None]) -> Callable[[], Encoded] | None:
         """Return how the image is fetched from a slow place."""
-        return fetch_of(payload[0], self.base)
+        return _fetch(payload[0][0], self.base, payload[1])
 
 
 def write_blocks(descriptor: int, place: int, blocks: Blocks) -> tuple[str, int]:
@@ -310,7 +321,7 @@ _files = _OpenFiles(4)
 
 @dataclass(frozen=True, slots=True)
 class LoadItems:
-    """Decode images for a device. Payload: the values of a `PlannedItem`, and a byte of the shared memory.
+    """Decode images for a device. Payload: as for `StoreItems`, and a byte of the shared memory.
 
     Answer: `(Met, mode, shape)` of the uint8 pixels `[h, w, c]` that lie there.
     """
@@ -322,10 +333,10 @@ class LoadItems:
     """An inherited descriptor of the memory that workers and driver share."""
 
     def __call__(
-        self, payload: tuple[tuple[Any, ...], int], encoded: Encoded | None
+        self, payload: tuple[tuple[Any, ...], Kept | None, int], encoded: Encoded | None
     ) -> tuple[Met, str, tuple[int, ...]]:
         """Load one image. Raises ItemError."""
-        values, place = payload
+        values, _, place = payload
         item = PlannedItem.of(values)
         decoded = decode_item(item, self.base, self.recipe, encoded)
         with foreign_errors():
@@ -333,6 +344,6 @@ class LoadItems:
         write_blocks(self.memory, place, iter([pixels]))
         return met_in(decoded), mode, pixels.shape
 
-    def fetch(self, payload: tuple[tuple[Any, ...], int]) -> Callable[[], Encoded] | None:
+    def fetch(self, payload: tuple[tuple[Any, ...], Kept | None, int]) -> Callable[[], Encoded] | None:
         """Return how the image is fetched from a slow place."""
-        return fetch_of(payload[0][0], self.base)
+        return _fetch(payload[0][0], self.base, payload[1])

@@ -63,8 +63,8 @@ def fill_on_ray(jobs: Iterable[ShardJob], crew: Crew, address: str, control: Con
 
     address: what `ray.init` takes; `local` starts a Ray on this machine and ends it with the run.
 
-    Yields results as they come. `control` hears of a shard's items once the shard is done. Ray runs a shard again, three
-    times at most, when it loses the shard's task. Whatever ends the iteration early ends the tasks.
+    Yields results as they come. `control` hears of a shard's items once the shard is done. Ray runs a shard again, three times at
+    most, when it loses the shard's task. Whatever ends the iteration early ends the tasks.
     """
     workers = crew.workers
     pending: dict[Future[_Report], ShardJob] = {}

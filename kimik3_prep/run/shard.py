@@ -24,7 +24,16 @@ from kimik3_prep.output.folder import Output
 from kimik3_prep.output.recipe import Recipe
 from kimik3_prep.output.shard_file import ShardFormat, ShardWriter
 from kimik3_prep.output.tables import Outcome, Stored, index_table
-from kimik3_prep.run.item import LoadItems, Met, PlannedItem, StoreItems, memory_of, planned_values, write_blocks
+from kimik3_prep.run.item import (
+    LoadItems,
+    Met,
+    PlannedItem,
+    StoreItems,
+    is_slow,
+    memory_of,
+    planned_values,
+    write_blocks,
+)
 from kimik3_prep.run.workers import Task, Workers
 
 if TYPE_CHECKING:
@@ -114,7 +123,7 @@ def fill_shards(jobs: Iterable[ShardJob], workers: Workers, control: Control) ->
     with ThreadPoolExecutor(1, "commit") as thread:
         try:
             for task, answer in workers.run(tasks()):
-                shard: _Filling = task.tag
+                shard: _Filling = task.tag[0]
                 shard.take(task, answer)
                 if control.stopped:
                     raise Stopped
@@ -161,8 +170,16 @@ class _Filling:
             call = pickle.dumps(StoreItems(job.base, job.recipe, str(writer.temporary), writer.inode, writer.offset(0)))
         for values, item in zip(self._values, self._items, strict=True):
             place = self._workers.shared.allocate(_most_pixel_bytes(item)) if on_device else None
-            payload = values if place is None else (values, place)
-            yield Task(call, payload, memory_of(item, job.recipe), item.width * item.height, (self, item, place))
+            kept = self._workers.kept.get(item.image)
+            payload = (values, kept) if place is None else (values, kept, place)
+            yield Task(
+                call,
+                payload,
+                need=memory_of(item, job.recipe),
+                weight=item.width * item.height,
+                slow=is_slow(item.image, job.base),
+                tag=(self, item, place),
+            )
 
     def take(self, task: Task, answer: Any) -> None:
         """Note what became of a task's image."""

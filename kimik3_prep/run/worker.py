@@ -27,6 +27,7 @@ from multiprocessing.connection import Connection
 from typing import Any, Protocol
 
 from kimik3_prep.errors import ItemError, PrepError
+from kimik3_prep.run import spool
 
 #: A slot of the board: the chunk, the position in it, and when that task began (monotonic seconds; 0 between tasks).
 SLOT = struct.Struct("<QQd")
@@ -35,8 +36,8 @@ SLOT = struct.Struct("<QQd")
 SLOT_BYTES = 64
 
 _REPORT_EVERY = 0.05  # seconds after which answers are sent though the chunk has more tasks
-_FETCHES = 4  # requests that one worker has under way at a time
-_FETCHED_AHEAD = 12  # tasks whose bytes may be fetched before their turn
+_FETCHES = 16  # requests that one worker has under way at a time
+_FETCHED_AHEAD = 32  # tasks whose bytes may be fetched before their turn
 _FETCHED_BYTES = 64 << 20  # the most that fetched bytes, waiting for their turn, are meant to take
 _PR_SET_PDEATHSIG = 1  # <sys/prctl.h>
 
@@ -44,7 +45,7 @@ _PR_SET_PDEATHSIG = 1  # <sys/prctl.h>
 class Call(Protocol):
     """What a chunk's payloads are given to, one by one. It travels pickled."""
 
-    def __call__(self, payload: Any, content: bytes | None) -> Any:
+    def __call__(self, payload: Any, encoded: Any) -> Any:
         """Do one task. Raises ItemError for a fault of the item; any other PrepError ends the run."""
 
     def fetch(self, payload: Any) -> Any:
@@ -64,13 +65,15 @@ class _Chunk:
     number: int
     call: Call
     payloads: list[Any]
-    fetched: dict[int, Future[bytes]] = field(default_factory=dict)
+    fetched: dict[int, Future[Any]] = field(default_factory=dict)
 
 
-def main(connection: int, board: int, slot: int, parent: int) -> None:
-    """Work until the driver is gone. The first three name inherited descriptors and a place; `parent` is its id."""
+def main(connection: int, board: int, spooled: int, slot: int, slots: int, parent: int) -> None:
+    """Work until the driver, process `parent`, is gone. Connection, board and spool are inherited descriptors."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the driver, which ends its workers itself
     _die_with(parent)
+    size = spool.ROOM // slots
+    spool.mine = spool.Region(spooled, slot * size, size)
     with mmap.mmap(board, 0) as shared, Connection(connection) as driver:
         try:
             _Worker(driver, shared, slot * SLOT_BYTES).run()
@@ -145,7 +148,7 @@ class _Worker:
             begun += 1
             future = chunk.fetched.get(number)
             if future is not None:
-                held += len(future.result()) if future.done() and future.exception() is None else 0
+                held += len(future.result().content) if future.done() and future.exception() is None else 0
                 continue
             fetch = chunk.call.fetch(chunk.payloads[number])
             if fetch is not None:
@@ -162,8 +165,8 @@ def _upcoming(chunks: deque[_Chunk], position: int) -> Any:
 def _answer(chunk: _Chunk, position: int, payload: Any) -> Any:
     try:
         future = chunk.fetched.pop(position, None)
-        content = None if future is None else future.result()
-        return chunk.call(payload, content)
+        encoded = None if future is None else future.result()
+        return chunk.call(payload, encoded)
     except ItemError as error:
         return error
     except PrepError as error:

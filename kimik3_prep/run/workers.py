@@ -22,6 +22,7 @@ import tempfile
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from typing import Any
@@ -30,11 +31,13 @@ import numpy as np
 import numpy.typing as npt
 
 from kimik3_prep.errors import ItemError, WorkersDoNotStart
+from kimik3_prep.run.spool import Kept
 from kimik3_prep.run.worker import SLOT, SLOT_BYTES, Fault
 
-_MOST_TASKS = 16  # of a chunk
+_MOST_TASKS = 64  # of a chunk
 _MOST_WEIGHT = 1_000_000  # of a chunk with more than one task, in pixels
 _QUEUED = 2  # chunks that a worker has: the one in hand, and the next
+_QUEUED_SLOW = 16  # of tasks that wait for a slow place, so that their bytes can be fetched ahead
 _SENT_TO_THE_BUSY = 64 << 10  # bytes of the largest chunk for a worker that may not be reading: a socket holds more
 _LOOK = 0.25  # seconds between two looks at the clock of every task in hand
 _FUTILE_ENDS = 5  # workers that may end in a row without an answer and without a task in hand
@@ -47,7 +50,7 @@ class WorkerFault(RuntimeError):
 
 @dataclass(slots=True, eq=False)
 class Task:
-    """One thing to do for a worker.
+    """One thing to do for a worker."""
 
     call: bytes
     """A pickled `worker.Call`, the same object for all tasks of one kind."""
@@ -60,6 +63,9 @@ class Task:
 
     weight: int = 0
     """About the pixels that it decodes."""
+
+    slow: bool = False
+    """It has to wait for a slow place, so a worker should know of it early."""
 
     tag: Any = None
     """For whoever takes the answer; it stays here."""
@@ -107,17 +113,19 @@ class Workers:
         self._waiting: deque[Task] = deque()  # come before all tasks that nobody has pulled yet
         self._alone: deque[Task] = deque()
         self._source: Iterator[Task] = iter(())
+        self.kept: dict[str, Kept] = {}  # files in the spool, by the name that the manifest gives them
         self._next_number = 0
         self._trying_alone = False
         self._futile_ends = 0  # workers in a row that ended without an answer and without a task in hand
         self._looked = 0.0
 
     def __enter__(self) -> Workers:
-        self._board_file = tempfile.TemporaryFile()  # noqa: SIM115  open as long as the workers
+        self._board_file = tempfile.TemporaryFile()
         self._board_file.truncate(max(mmap.PAGESIZE, self.count * SLOT_BYTES))
         self._board = mmap.mmap(self._board_file.fileno(), 0)
         self.shared = SharedMemory()
-        self._messages = tempfile.TemporaryFile()  # noqa: SIM115  what libraries print in the workers
+        self._spool = tempfile.TemporaryFile()
+        self._messages = tempfile.TemporaryFile()
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -128,6 +136,7 @@ class Workers:
             worker.connection.close()
         self._workers.clear()
         self.shared.close()
+        self._spool.close()
         self._board.close()
         self._board_file.close()
         self._messages.close()
@@ -166,7 +175,9 @@ class Workers:
 
     def _hand_out(self) -> None:
         """Give every worker that has room its next chunk: first to the idle ones, then to new ones, then to all."""
-        for most in range(1, _QUEUED + 1):
+        for most in range(1, _QUEUED_SLOW + 1):
+            if most > _QUEUED and not ((following := self._peek()) and following.slow):
+                return
             for worker in self._workers:
                 if len(worker.chunks) < most and not self._send_chunk(worker):
                     return
@@ -191,10 +202,8 @@ class Workers:
             return False
         self._next_number += 1
         worker.chunks.append(chunk)
-        try:
+        with suppress(BrokenPipeError, ConnectionResetError):  # it has died: reading from it tells, and all goes out again
             worker.connection.send_bytes(message)
-        except (BrokenPipeError, ConnectionResetError):
-            pass  # it has died: reading from it tells, and the chunk is handed out again
         return True
 
     def _next_tasks(self, worker: _Worker, busy: bool) -> list[Task]:
@@ -216,6 +225,11 @@ class Workers:
 
     def _pull(self) -> Task | None:
         return self._waiting.popleft() if self._waiting else next(self._source, None)
+
+    def _peek(self) -> Task | None:
+        if (task := self._pull()) is not None:
+            self._waiting.appendleft(task)
+        return task
 
     # --- taking in ------------------------------------------------------------------------------------------------
 
@@ -256,7 +270,8 @@ class Workers:
         ours, theirs = socket.socketpair()
         ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SOCKET_BUFFER)
         SLOT.pack_into(self._board, slot * SLOT_BYTES, 0, 0, 0.0)
-        arguments = f"{theirs.fileno()}, {self._board_file.fileno()}, {slot}, {os.getpid()}"
+        files = (theirs.fileno(), self._board_file.fileno(), self._spool.fileno())
+        arguments = ", ".join(map(str, (*files, slot, self.count, os.getpid())))
         modules = "kimik3_prep.run.item, kimik3_prep.run.worker"  # the first brings all that images need
         code = f"import sys; sys.path[:] = {sys.path!r}; import {modules}; kimik3_prep.run.worker.main({arguments})"
         with theirs:
@@ -265,7 +280,7 @@ class Workers:
                 stdin=subprocess.DEVNULL,
                 stdout=self._messages,
                 stderr=self._messages,
-                pass_fds=(theirs.fileno(), self._board_file.fileno(), self.shared.descriptor),
+                pass_fds=(*files, self.shared.descriptor),
                 env={**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
             )
         return _Worker(process, Connection(ours.detach()), slot)
@@ -310,13 +325,15 @@ class Workers:
             yield blamed, ItemError("decoder_crashed", f"the process that decoded it ended twice, with {how}")
 
     def _last_message(self) -> str:
+        """The last line that a worker printed."""
         size = self._messages.seek(0, os.SEEK_END)
         self._messages.seek(max(0, size - 1000))
-        return self._messages.read().decode("utf-8", "replace").strip()
+        lines = self._messages.read().decode("utf-8", "replace").strip().splitlines()
+        return lines[-1] if lines else ""
 
 
 class SharedMemory:
-    """Memory that the workers write decoded pixels into, for the process that holds a device. It grows as it is used."""
+    """Memory that workers write decoded pixels into, for the process that holds a device. It grows as it is used."""
 
     def __init__(self) -> None:
         name = "kimik3-prep pixels"

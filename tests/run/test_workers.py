@@ -60,7 +60,7 @@ def lives(process: int) -> bool:
 def test_every_task_is_answered_once(two: Workers) -> None:
     payloads = [("say", number) for number in range(500)]
     assert run(two, *payloads) == {payload: payload[1] for payload in payloads}
-    assert run(two, ("say", "again"), ("fail", "bad")) .keys() == {("say", "again"), ("fail", "bad")}
+    assert run(two, ("say", "again"), ("fail", "bad")).keys() == {("say", "again"), ("fail", "bad")}
 
 
 def test_errors_of_items_are_answers_and_others_end_the_run(two: Workers) -> None:
@@ -104,7 +104,13 @@ def test_a_worker_that_dies_costs_the_task_in_hand(
 def test_a_task_whose_worker_died_is_tried_again_with_nothing_beside_it(two: Workers, tmp_path: Path) -> None:
     log = tmp_path / "log"
     once = ("signal once", str(tmp_path / "once"))
-    answers = run(two, *[("say", number) for number in range(20)], once, *[("sleep", 0.01 + n / 1e6) for n in range(20)], log=str(log))
+    answers = run(
+        two,
+        *[("say", number) for number in range(20)],
+        once,
+        *[("sleep", 0.01 + n / 1e6) for n in range(20)],
+        log=str(log),
+    )
     assert answers[once] == "second time"
     assert len(answers) == 41
 
@@ -155,7 +161,7 @@ def test_leaving_early_ends_the_workers_that_have_tasks(two: Workers) -> None:
 
 def test_no_worker_outlives_the_block() -> None:
     with Workers(2, 60, GIB) as workers:
-        processes = set(run(workers, *[("sleep", 0.01 + number / 1e6) for number in range(60)]).values())
+        processes = set(run(workers, *[("sleep", 0.01 + number / 1e6) for number in range(60)], weight=10**5).values())
         assert len(processes) == 2
     assert not any(map(lives, processes))
 
