@@ -24,7 +24,7 @@ HOUSE: dict[str, tuple[str, ...]] = {
     "checkpoint": ("levels", "grid", "rules", "config"),
     "images": ("address", "cell", "source", "decode"),
     "manifest": ("row", "tar", "columns", "read", "records", "folder"),
-    "pixels": ("resample", "cpu", "device", "ready"),
+    "pixels": ("resample", "tensors", "cpu", "device", "ready"),
     "output": ("recipe", "spans", "plan", "shard_file", "tables", "folder", "mirror", "totals"),
     "run": (
         *("threads", "memory", "devices", "compute", "jobs", "work", "engines"),
@@ -53,8 +53,7 @@ LIBRARIES = {
 }
 #: Modules that import torch as they are imported. Nothing on the way to --help, inspect or a dry run imports these.
 OF_TORCH = {
-    *("pixels.resample", "pixels.cpu", "pixels.device", "pixels.ready"),
-    *("run.compute", "run.jobs", "run.work"),
+    *("pixels.resample", "pixels.tensors", "pixels.device"),
     *("reading.features", "reading.training"),
 }
 
@@ -222,12 +221,15 @@ def command(*arguments: object, python: tuple[str, ...] = ("-c", SNIPPET)) -> su
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """A manifest and the output of its run, made by a command that needs torch: the snippet must notice."""
+    """A manifest and the output of its run. A run on a device needs torch, and the snippet must notice it."""
     folder = tmp_path_factory.mktemp("run")
     picture(50, 40).save(folder / "a.png")
     manifest = write_manifest(folder / "m.jsonl", [{"id": "a", "image": "a.png"}])
-    done = command("encode", manifest, "--config", "kimi-k3", "--backend", "cpu", "-o", folder / "out")
+    encode = ("encode", manifest, "--config", "kimi-k3")
+    done = command(*encode, "--backend", "gpu", "--device", "cpu", "-o", folder / "device")
     assert done.returncode == 42, done.stderr
+    done = command(*encode, "--backend", "cpu", "-o", folder / "out")
+    assert done.returncode == 0, done.stderr or "torch was imported"
     return manifest, folder / "out"
 
 
@@ -241,6 +243,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
         ["inspect", "OUT"],
         ["inspect", "OUT/index.parquet"],
         ["verify", "OUT"],
+        ["verify", "OUT", "--against-source", "--manifest", "MANIFEST"],
         ["manifest", "MANIFEST", "--size"],
         ["inspect", "OUT/shards/cpu-00000.safetensors", "--render", "OUT-pictures"],
         ["finish", "OUT"],

@@ -23,12 +23,11 @@ import numpy as np
 import pyarrow as pa
 import torch
 
-from kimik3_prep.checkpoint.levels import level_table
+from kimik3_prep.checkpoint.levels import DTYPES, level_table
 from kimik3_prep.errors import FailedItem, InputError, Problem
+from kimik3_prep.pixels.tensors import to_tensor, torch_dtype
 from kimik3_prep.reading.stored import Ints, Key, StoredRun
 from kimik3_prep.remote import refuse
-
-_FLOATS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -245,11 +244,7 @@ class FeatureStore:
 
     def _pixels(self, rows: list[int]) -> torch.Tensor:
         """The patches of some rows, on their device and in their dtype."""
-        packed = self._run.patches(rows)
-        if self._run.dtype == "bfloat16":
-            stored = torch.from_numpy(packed.view(np.int16)).view(torch.bfloat16)
-        else:
-            stored = torch.from_numpy(packed)
+        stored = to_tensor(self._run.patches(rows), self._run.dtype)
         stored = self._placed(stored)  # first, so that of uint8 shards a quarter of the bytes travels
         if self._run.dtype == "uint8":
             return stored if self._raw else self._normalised(stored)
@@ -277,7 +272,7 @@ def _checked_dtype(dtype: torch.dtype | str | None, raw: bool, stored: str) -> t
     if raw and stored != "uint8":
         what = f"the shards hold {stored}, not the levels before normalisation"
         raise InputError([Problem("raw", what, hint="encode with --dtype uint8")])
-    wanted = _FLOATS.get(dtype) if isinstance(dtype, str) else dtype
+    wanted = dtype if isinstance(dtype, torch.dtype) else torch_dtype(dtype) if dtype in DTYPES else None
     if dtype is not None and (raw or wanted is None or not wanted.is_floating_point):
         what = "raw levels are not cast" if raw else f"{dtype!r} does not hold normalised values"
         raise InputError([Problem("dtype", what, "float32, bfloat16 or float16; raw=True alone gives levels")])

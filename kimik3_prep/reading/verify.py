@@ -490,12 +490,10 @@ class _Backend:
 
     def compute(self, item: PlannedItem, source: str) -> tuple[npt.NDArray[np.uint8], str]:
         """As in `_Computer`."""
-        import torch
-
         from kimik3_prep.run.compute import features
 
         values, content_hash = features(item, source, self._recipe)
-        return values.contiguous().view(torch.uint8).numpy().reshape(-1), content_hash
+        return values.view(np.uint8).reshape(-1), content_hash
 
 
 class _Processor:
@@ -509,10 +507,7 @@ class _Processor:
 
     def compute(self, item: PlannedItem, source: str) -> tuple[npt.NDArray[np.uint8], str] | None:
         """As in `_Computer`. It takes no features made elsewhere, and no images scaled by --max-tokens."""
-        import torch
-
-        from kimik3_prep.pixels.cpu import TORCH_DTYPES
-        from kimik3_prep.pixels.ready import cast_features
+        from kimik3_prep.pixels.ready import ReadyFeatures, cast_features
         from kimik3_prep.run.compute import planned_image
 
         if not item.grid.new_w or item.in_patch_limit is not None:
@@ -523,10 +518,9 @@ class _Processor:
         grids = np.asarray(result["grid_thws"]).reshape(-1).tolist()
         if grids != list(item.grid.thw):
             raise ItemError("size_mismatch", f"its grid is {grids}, stored is {list(item.grid.thw)}")
-        values = cast_features(
-            torch.as_tensor(result["pixel_values"]), self._recipe.config, TORCH_DTYPES[self._recipe.dtype]
-        )
-        return values.contiguous().view(torch.uint8).numpy().reshape(-1), decoded.content_hash
+        pixels = np.ascontiguousarray(result["pixel_values"])
+        values = cast_features(ReadyFeatures(pixels, pixels.dtype.name), self._recipe.config, self._recipe.dtype)
+        return values.view(np.uint8).reshape(-1), decoded.content_hash
 
 
 def _load_processor(folder: Path, trusted: bool) -> Any:

@@ -27,13 +27,13 @@ from PIL import Image
 from torch.utils.data import DataLoader, Dataset
 
 import kimik3_prep
+from kimik3_prep.checkpoint.levels import DTYPES
 from kimik3_prep.errors import FailedItem, InputError, StoreError
-from kimik3_prep.pixels.cpu import TORCH_DTYPES
+from kimik3_prep.pixels.tensors import torch_dtype
 from kimik3_prep.reading import stored as reading
 from kimik3_prep.reading.features import Features, FeatureStore
 from kimik3_prep.run.prepare import Settings, prepare
 
-DTYPES = list(TORCH_DTYPES)
 OK = ["n3", "n1", "n4", "elsewhere", "n0", "unsized", "again", "n2"]  # manifest order, failed ones left out
 
 
@@ -113,9 +113,9 @@ def test_float32_and_uint8_give_the_references_float32(made: Path, dtype: str) -
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("wanted", ["float32", "bfloat16", "float16"])
 def test_dtype_is_one_plain_cast(made: Path, dtype: str, wanted: str) -> None:
-    kind = TORCH_DTYPES[wanted]
+    kind = torch_dtype(wanted)
     plain = FeatureStore(made / dtype)["n1"].pixel_values
-    assert plain.dtype == (torch.float32 if dtype == "uint8" else TORCH_DTYPES[dtype])
+    assert plain.dtype == (torch.float32 if dtype == "uint8" else torch_dtype(dtype))
     for choice in (kind, wanted):
         store = FeatureStore(made / dtype, dtype=choice)
         assert same(store["n1"].pixel_values, plain.to(kind))
