@@ -108,8 +108,27 @@ class RunError(PrepError):
     exit_code = 3
 
 
+class RunStopped(RunError):
+    """The run was stopped before its end."""
+
+    def __str__(self) -> str:
+        return "the run was stopped. What is committed stays valid: run the same command to continue."
+
+
 class TooManyFailures(RunError):
-    """The run was told to stop at this many failed items."""
+    """More items failed than `--on-error fail` or `--max-failures` allows."""
+
+    def __init__(self, failed: int, allowed: int, first: ItemError | None) -> None:
+        super().__init__(failed, allowed, first)
+        self.failed, self.allowed, self.first = failed, allowed, first
+
+    def __str__(self) -> str:
+        option = "--on-error fail" if self.allowed == 0 else f"--max-failures {self.allowed}"
+        first = f" ({self.first})" if self.first else ""
+        return (
+            f"stopped at {self.failed:,} failed items{first}, as {option} asks. Committed shards stay valid: mend the "
+            "items or record failures (--on-error record), and run again to continue."
+        )
 
 
 class PatchesMissing(RunError):

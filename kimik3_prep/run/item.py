@@ -78,9 +78,10 @@ class PlannedItem:
     @classmethod
     def of(cls, values: Sequence[Any]) -> PlannedItem:
         """Return the item of one plan row, its values in the order of `ITEM_COLUMNS`."""
-        image, content_hash, mode, form, width, height, *rest = values[:-_GRID_FIELDS]
-        grid = Grid(*(value or 0 for value in values[-_GRID_FIELDS:]))
-        return cls(image, content_hash, mode, form, width or 0, height or 0, *rest, grid)
+        own = list(values[:-_GRID_FIELDS])
+        own[4:6] = (own[4] or 0, own[5] or 0)  # width and height
+        fields = (*own, Grid(*(value or 0 for value in values[-_GRID_FIELDS:])))
+        return cls(*fields)
 
     @property
     def patch_count(self) -> int:
@@ -103,6 +104,11 @@ class PlannedItem:
 def planned_values(rows: pa.Table) -> list[tuple[Any, ...]]:
     """Return what `PlannedItem.of` takes, for every row of a plan."""
     return list(zip(*(rows[name].to_pylist() for name in ITEM_COLUMNS), strict=True))
+
+
+def planned_items(rows: pa.Table) -> list[PlannedItem]:
+    """Return the items of all rows of a plan; rows that share an image give equal ones."""
+    return [PlannedItem.of(values) for values in planned_values(rows)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -288,7 +294,7 @@ def write_blocks(descriptor: int, place: int, blocks: Blocks) -> tuple[str, int]
     checksum = xxhash.xxh3_128()
     size = 0
     for block in blocks:
-        content = memoryview(block.reshape(-1).view(np.uint8)).cast("B")
+        content = block.reshape(-1).view(np.uint8).data
         checksum.update(content)
         while content:
             written = os.pwrite(descriptor, content, place + size)  # may take less than it is given

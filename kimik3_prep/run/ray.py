@@ -21,6 +21,7 @@ from kimik3_prep.disk import LOCK_NAME, hold
 from kimik3_prep.errors import INSTALL_RAY, InputError, ItemError, PrepError, Problem, RunError
 from kimik3_prep.images.decode import codec_versions
 from kimik3_prep.output.folder import clear_shard
+from kimik3_prep.remote import scheme
 from kimik3_prep.run.machine import available_memory, processors
 from kimik3_prep.run.shard import Control, ShardJob, ShardResult, Stopped, fill_shards
 from kimik3_prep.run.workers import Workers
@@ -63,8 +64,8 @@ def fill_on_ray(jobs: Iterable[ShardJob], crew: Crew, address: str, control: Con
 
     address: what `ray.init` takes; `local` starts a Ray on this machine and ends it with the run.
 
-    Yields results as they come. `control` hears of a shard's items once the shard is done. Ray runs a shard again, three times at
-    most, when it loses the shard's task. Whatever ends the iteration early ends the tasks.
+    Yields results as they come. `control` hears of a shard's items once the shard is done. Ray runs a shard again,
+    three times at most, when it loses the shard's task. Whatever ends the iteration early ends the tasks.
     """
     workers = crew.workers
     pending: dict[Future[_Report], ShardJob] = {}
@@ -83,7 +84,7 @@ def fill_on_ray(jobs: Iterable[ShardJob], crew: Crew, address: str, control: Con
                 yield from _done(ray, pending, control)
     except BaseException:
         for job in pending.values():
-            clear_shard(Layout(job.root), job.shard.name, _GRACE)
+            clear_shard(job.layout, job.name, _GRACE)
         raise
 
 
@@ -147,7 +148,7 @@ def _gpus(ray: Any, job: ShardJob, control: Control) -> int:
     if job.device != "cuda":
         return 0
     if ray.cluster_resources().get("GPU", 0) < 1:
-        control.note("--device", f"no node of this Ray has a GPU: {job.shard.name} waits until one joins")
+        control.note("--device", f"no node of this Ray has a GPU: {job.name} waits until one joins")
     return 1
 
 
@@ -156,12 +157,11 @@ def _portable(job: ShardJob) -> ShardJob:
 
     Ray chooses the GPU and shows the worker no other, so it is always the first.
     """
-    rows = job.shard.rows.take(pa.array(range(job.shard.rows.num_rows)))
     return replace(
         job,
-        root=job.root.absolute(),
-        base=os.path.abspath(job.base),
-        shard=replace(job.shard, rows=rows),
+        layout=replace(job.layout, root=job.layout.root.absolute()),
+        base=job.base if scheme(job.base) else os.path.abspath(job.base),
+        rows=job.rows.take(pa.array(range(job.rows.num_rows))),
         device="cuda" if job.device.startswith("cuda") else job.device,
     )
 
@@ -193,7 +193,7 @@ def _ray_task(job: ShardJob, crew: Crew, versions: dict[str, str]) -> _Report:
         _check_versions(versions)
         # The next run in this folder must not meet a task that has outlived its own run.
         with (
-            hold(job.root / f"{LOCK_NAME}-{job.name}", _PATIENCE),
+            hold(job.layout.root / f"{LOCK_NAME}-{job.name}", _PATIENCE),
             Workers(crew.workers, crew.item_timeout, memory) as workers,
         ):
             for result in fill_shards([job], workers, control):
@@ -222,7 +222,7 @@ def _done(ray: Any, pending: dict[Future[_Report], ShardJob], control: Control) 
     """Results of the tasks that have ended, if some do soon. Raises RunError, or Stopped once the run was stopped."""
     ready, _ = wait(pending, _LOOK, FIRST_COMPLETED)  # not ray.wait, which makes a KeyboardInterrupt of every signal
     for future in ready:
-        report = _fetch(ray, future, pending.pop(future).shard.name)
+        report = _fetch(ray, future, pending.pop(future).name)
         for where, text in report.notes:
             control.note(where, text)
         for item in report.items:

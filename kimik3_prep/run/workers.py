@@ -202,7 +202,9 @@ class Workers:
             return False
         self._next_number += 1
         worker.chunks.append(chunk)
-        with suppress(BrokenPipeError, ConnectionResetError):  # it has died: reading from it tells, and all goes out again
+        with suppress(
+            BrokenPipeError, ConnectionResetError
+        ):  # it has died: reading from it tells, and all goes out again
             worker.connection.send_bytes(message)
         return True
 
@@ -361,7 +363,7 @@ class SharedMemory:
     def read(self, begin: int, shape: tuple[int, ...]) -> npt.NDArray[np.uint8]:
         """Return a copy of the uint8 array of that shape which a worker has written at `begin`."""
         pixels = np.empty(shape, np.uint8)
-        content = memoryview(pixels.reshape(-1))
+        content = pixels.reshape(-1).data
         while content:
             count = os.preadv(self.descriptor, [content], begin)
             content, begin = content[count:], begin + count

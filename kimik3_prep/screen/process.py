@@ -10,7 +10,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import asdict
 from types import FrameType
 from typing import TYPE_CHECKING
@@ -41,18 +41,6 @@ def run_command(app: Callable[[], object]) -> None:
         terminal.out.on_broken_pipe()
         terminal.print_error(terminal.CannotPrint(f"cannot write to standard output: {error.strerror or error}"))
         code = 3
-    _end(code)
-
-
-def _end(code: object) -> None:
-    """Exit; at once where a decoder that hangs still has its thread, which the interpreter's end would run into."""
-    threads = sys.modules.get("kimik3_prep.run.threads")
-    if threads is not None and threads.left_behind():
-        for stream in (sys.stdout, sys.stderr):
-            if stream is not None:
-                with suppress(OSError):
-                    stream.flush()
-        os._exit(code if isinstance(code, int) else int(code is not None))
     sys.exit(code)  # type: ignore[arg-type]
 
 

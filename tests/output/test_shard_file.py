@@ -38,8 +38,8 @@ def write(path: Path, form: ShardFormat, pixels: torch.Tensor, sizes: list[tuple
         part = pixels[start : start + count].contiguous().view(torch.uint8).numpy()
         half = count // 2 * form.patch_bytes
         content = memoryview(part.tobytes())
-        writer.write(start + count // 2, content[half:])
-        writer.write(start, content[:half])
+        os.pwrite(writer.descriptor, content[half:], writer.offset(start + count // 2))
+        os.pwrite(writer.descriptor, content[:half], writer.offset(start))
         if keep:
             survivors.append(((1, rows, cols), start, count))
         start += count
@@ -116,7 +116,7 @@ def test_a_full_disk_is_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(os, "pwrite", full)
     with pytest.raises(RunError, match=r"No space left on device; 1,[0-9]+ bytes needed"):
-        writer.write(0, memoryview(bytes(12)))
+        os.pwrite(writer.descriptor, bytes(12), writer.offset(0))
     with pytest.raises(RunError, match="No space left on device"):
         writer.finish([])
     assert os.listdir(tmp_path) == []

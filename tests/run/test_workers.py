@@ -66,7 +66,7 @@ def test_every_task_is_answered_once(two: Workers) -> None:
 def test_errors_of_items_are_answers_and_others_end_the_run(two: Workers) -> None:
     answers = run(two, ("say", 1), ("fail", "no picture"))
     assert told(answers["fail", "no picture"]) == "corrupt: no picture"
-    with pytest.raises(RunError, match="^disk full$"):
+    with pytest.raises(RunError, match="disk full"):
         run(two, ("end the run", "disk full"))
     with pytest.raises(WorkerFault, match="ZeroDivisionError: oops"):
         run(two, ("bug", "oops"))
