@@ -180,7 +180,7 @@ def test_a_run_goes_on_from_what_is_committed(mixed: Path, tmp_path: Path) -> No
 def test_a_resume_does_not_probe_again(mixed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     encode(mixed, tmp_path / "out")
     (tmp_path / "out" / "index.parquet").unlink()
-    monkeypatch.setattr("kimik3_prep.run.planning.probe", None)
+    monkeypatch.setattr("kimik3_prep.run.planning.ProbeImages", None)
     encode(mixed, tmp_path / "out")
 
 

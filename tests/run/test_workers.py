@@ -144,10 +144,10 @@ def test_a_large_payload_reaches_a_worker(two: Workers) -> None:
     assert run(two, *large) == {payload: payload[1] for payload in large}
 
 
-def test_a_worker_imports_neither_torch_nor_arrow(two: Workers) -> None:
+def test_a_worker_imports_what_images_need_and_no_more(two: Workers) -> None:
     (modules,) = run(two, ("modules", 0)).values()
     assert {"PIL.Image", "numpy", "xxhash"} <= set(modules)
-    assert not {"torch", "pyarrow", "fsspec", "rich", "typer", "ray"} & set(modules)
+    assert not {"torch", "fsspec", "rich", "typer", "ray"} & set(modules)
 
 
 def test_leaving_early_ends_the_workers_that_have_tasks(two: Workers) -> None:
