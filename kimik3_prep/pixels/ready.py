@@ -119,14 +119,17 @@ def cast_features(features: ReadyFeatures, config: PreprocessorConfig, dtype: st
     if features.dtype == dtype:
         return features.values
     source, target = _READABLE[features.dtype], DTYPES[dtype]
-    if source.holds_levels:
-        return Normaliser(config, target)(features.values)
     if target.holds_levels:
         levels = _levels_of(features, config)
         if levels is not None:
             return levels
     else:
         cast = np.empty(features.values.shape, target.numpy)
+        if source.holds_levels:
+            normalise = Normaliser(config, target)
+            for part in _parts(cast):
+                cast[part] = normalise(features.values[part])
+            return cast
         exact = True
         for part in _parts(cast):
             numbers = _numbers(features.values[part], source)
