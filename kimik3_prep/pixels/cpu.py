@@ -18,12 +18,10 @@ from PIL import Image
 
 from kimik3_prep.checkpoint.config import Background, PreprocessorConfig
 from kimik3_prep.checkpoint.grid import Grid
-from kimik3_prep.checkpoint.levels import DTYPES, DType, Levels, level_table
+from kimik3_prep.checkpoint.levels import DTYPES, Levels, Normaliser, level_table
 
 _BAND = 256  # image rows composited at a time, so that float temporaries stay small
-_BLOCK_PIXELS = (
-    1 << 16
-)  # of a block of patches: smaller ones spend longer between numpy's loops, larger ones leave caches
+_BLOCK_PIXELS = 1 << 16  # of a block of patches: numpy's loops are long enough, and the block stays in a cache
 _FLAT = {"white": 255, "black": 0, "gray": 128}
 
 
@@ -101,20 +99,6 @@ def _pixels_of(image: Image.Image) -> Levels:
 # --- patches ------------------------------------------------------------------------------------------------------
 
 
-class _Buffers:
-    """Memory that is used again from block to block: fresh memory costs page faults, more than the arithmetic in it."""
-
-    def __init__(self) -> None:
-        self._flat: dict[str, npt.NDArray[Any]] = {}
-
-    def get(self, name: str, dtype: npt.DTypeLike, *shape: int) -> npt.NDArray[Any]:
-        """A view of the buffer of that name, which grows where it is too small."""
-        size = math.prod(shape)
-        if name not in self._flat or self._flat[name].size < size:
-            self._flat[name] = np.empty(size, dtype)
-        return self._flat[name][:size].reshape(shape)
-
-
 class PatchMaker:
     """Cuts RGB pixels into normalised patches, a block at a time, in buffers it keeps: for one thread.
 
@@ -123,8 +107,9 @@ class PatchMaker:
 
     def __init__(self, config: PreprocessorConfig, dtype: str) -> None:
         self._patch = config.patch_size
-        self._normalise = None if DTYPES[dtype].holds_levels else Normaliser(config, DTYPES[dtype])
-        self._buffers = _Buffers()
+        self._normalise = None if DTYPES[dtype].holds_levels else Normaliser(_table(config), DTYPES[dtype])
+        self._dtype = DTYPES[dtype].numpy
+        self._buffers: dict[str, npt.NDArray[Any]] = {}
 
     def blocks(self, pixels: Levels, grid: Grid) -> Iterator[npt.NDArray[Any]]:
         """All patches of uint8 `[h, w, >= 3]` pixels in order, zero padded right and below.
@@ -134,14 +119,23 @@ class PatchMaker:
         patch, cols = self._patch, grid.cols
         whole = _whole_pixels(pixels)
         rows = max(1, min(grid.rows, _BLOCK_PIXELS // (cols * patch * patch)))
-        tiles = self._buffers.get("tiles", "<u4", rows, cols, patch, patch)
-        levels = self._buffers.get("levels", np.uint8, rows * cols, 3, patch, patch)
+        tiles = self._buffer("tiles", "<u4", rows, cols, patch, patch)
+        levels = self._buffer("levels", np.uint8, rows * cols, 3, patch, patch)
         for first in range(0, grid.rows, rows):
             count = min(rows, grid.rows - first)
             _cut(whole[first * patch : (first + count) * patch], tiles[:count])
             block = levels[: count * cols]
             _separate(tiles[:count].reshape(-1, patch, patch), block)
-            yield block if self._normalise is None else self._normalise(block)
+            if self._normalise is not None:
+                block = self._normalise(block, self._buffer("values", self._dtype, *block.shape))
+            yield block
+
+    def _buffer(self, name: str, dtype: npt.DTypeLike, *shape: int) -> npt.NDArray[Any]:
+        """A view of the buffer of that name, which grows where it is too small."""
+        size = math.prod(shape)
+        if name not in self._buffers or self._buffers[name].size < size:
+            self._buffers[name] = np.empty(size, dtype)
+        return self._buffers[name][:size].reshape(shape)
 
 
 def _whole_pixels(pixels: Levels) -> npt.NDArray[np.uint32]:
@@ -183,49 +177,6 @@ def _separate(tiles: npt.NDArray[np.uint32], levels: Levels) -> None:
     for channel in (1, 2):
         np.right_shift(tiles, 8, out=tiles)
         np.copyto(levels[:, channel], tiles, casting="unsafe")
-
-
-class Normaliser:
-    """Levels to the values they are stored as, exactly those of the table, by the quickest way that gives them.
-
-    For the published constants `level / 127.5 - 1` in float32 gives all 256 values bit for bit, which the constructor
-    checks. Two levels at a time are read from a table of all pairs where a pair takes four bytes and the channels share
-    their values. Any other value is read from the table itself.
-    """
-
-    def __init__(self, config: PreprocessorConfig, dtype: DType) -> None:
-        self._dtype = dtype.numpy
-        self._buffers = _Buffers()
-        entries = dtype.of_levels(_table(config)).view(f"u{dtype.itemsize}")
-        alike = bool((entries == entries[0]).all())
-        straight = np.arange(256, dtype=np.float32) / np.float32(127.5) - np.float32(1)
-        self._straight = alike and entries[0].tobytes() == straight.tobytes()
-        self._pairs = _pairs(entries[0]) if alike and dtype.itemsize == 2 else None
-        self._entries = entries.ravel()
-        self._first_entries = np.arange(0, 768, 256).reshape(3, 1, 1)
-
-    def __call__(self, levels: Levels) -> npt.NDArray[Any]:
-        """The stored values of uint8 `levels` `[n, 3, p, p]`, contiguous; valid until the next call."""
-        values = self._buffers.get("values", self._dtype, *levels.shape)
-        if self._straight:
-            np.divide(levels, np.float32(127.5), out=values)
-            np.subtract(values, np.float32(1), out=values)
-        elif self._pairs is not None and levels.size % 2 == 0:
-            pairs = levels.reshape(-1).view(np.uint16)
-            index = self._buffers.get("index", np.intp, *pairs.shape)
-            np.copyto(index, pairs)
-            np.take(self._pairs, index, out=values.reshape(-1).view(np.uint32), mode="clip")
-        else:
-            index = self._buffers.get("index", np.intp, *levels.shape)
-            np.add(levels, self._first_entries, out=index)
-            np.take(self._entries, index, out=values.view(self._entries.dtype), mode="clip")
-        return values
-
-
-def _pairs(entries: npt.NDArray[np.uint16]) -> npt.NDArray[np.uint32]:
-    """Both entries of any two levels side by side: of levels 3 and 5 they are at the index that these two bytes are."""
-    levels = np.arange(1 << 16, dtype=np.uint16).view(np.uint8)
-    return entries[levels].view(np.uint32)
 
 
 def lost_levels(config: PreprocessorConfig, dtype: str) -> int:
