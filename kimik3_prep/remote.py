@@ -56,6 +56,10 @@ class RemoteError(OSError):
     """A store gave no answer, or none that can be used, at any attempt."""
 
 
+class _BodyEnded(ConnectionError):
+    """A connection that ended in the middle of an object, in a sentence."""
+
+
 # --- names --------------------------------------------------------------------------------------------------------
 
 
@@ -332,7 +336,7 @@ async def _fetch_from_web(fs: Any, url: str, begin: int, end: int | None, most: 
                     raise _too_large(None, most)
         except (ClientError, ConnectionError) as error:
             of_all = "" if announced is None else f" of {announced:,}"
-            raise ConnectionError(f"the connection ended after {len(data):,}{of_all} bytes") from error
+            raise _BodyEnded(f"the connection ended after {len(data):,}{of_all} bytes") from error
         if response.status == 206 or end is None:
             return _Reply(bytes(data))
         whole = bytes(data)
@@ -476,13 +480,13 @@ def _translated(error: Exception, attempts: int) -> OSError:
 
 
 def _sentence(error: BaseException) -> str:
-    status = _status(error)
-    if status is not None:
-        return f"the store answers {status}"
     text = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-    if text.startswith("the connection ended"):
+    if isinstance(error, _BodyEnded):
         return text
     if any(_BODY_ENDED & _names(cause) for cause in _causes(error)):
         return "the connection ended before all bytes had come"
+    status = _status(error)
+    if status is not None:
+        return f"the store answers {status}"
     text = re.sub(r"( at 0x[0-9a-f]+|[A-Za-z][A-Za-z0-9+.-]*://\S+)", "", " ".join(text.split()))
     return f"{type(error).__name__}: {text[:300]}".rstrip(": ")

@@ -30,7 +30,7 @@ HOUSE: dict[str, tuple[str, ...]] = {
         *("machine", "spool", "item", "worker", "workers", "shard", "ray"),
         *("devices", "check", "planning", "fill", "prepare", "ranges"),
     ),
-    "reading": ("stored", "features", "training", "verify", "inspection", "pictures", "sheets"),
+    "reading": ("stored", "engines", "features", "training", "verify", "pictures", "sheets", "inspection"),
     "screen": ("terminal", "progress", "answers", "process"),
 }
 DOORS = ("cli", "__main__")
@@ -54,7 +54,7 @@ LIBRARIES = {
 #: Modules that import torch as they are imported. Nothing on the way to --help, inspect or a dry run imports these.
 OF_TORCH = {
     *("pixels.resample", "pixels.tensors", "pixels.device"),
-    *("reading.features", "reading.training"),
+    *("reading.engines", "reading.features", "reading.training"),
 }
 
 #: What the package itself offers: type checkers see the import, and it runs when somebody asks for the name.
@@ -67,7 +67,7 @@ SEAMS = {
     ("remote", "asked"),
     ("run.worker", "_answer"),
     ("reading.verify", "_load_processor"),
-    ("screen.process", "exit_codes"),
+    ("screen.process", "run_command"),
 }
 
 

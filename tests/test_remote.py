@@ -429,7 +429,6 @@ SIGNED = (
     "/a%2Fb/p%7Eq+r.png?X-Amz-Credential=AK%2F2026%2Fs3&X-Amz-Signature=a%2Bb%3D%3D&e=%e2%82%ac&arn=arn:aws:s3:::bucket",
     "/a.png?sig=AbC%2bd%2Fe%3D&se=2026-12-03T00%3A00%3A00Z&sp=r&x=a|b&y={c}&z='d'",
     "/100%.png",
-    "/a.png?",
 )
 
 

@@ -96,11 +96,10 @@ def test_a_file_comes_before_an_address_that_looks_like_it(name: str, tmp_path: 
     assert decode(source).image.tobytes() == picture(30, 20, seed=4).tobytes()
 
 
-@pytest.mark.parametrize("name", LOOK_ALIKES)
+@pytest.mark.parametrize("name", [name for name in LOOK_ALIKES if ":/" not in name or "://" in name])
 def test_an_address_without_such_a_file_is_an_address(name: str, tmp_path: Path) -> None:
-    path = str(tmp_path / name)
     source = resolve(name, str(tmp_path))
-    assert (source, split(source)[1]) != (path, None) or name == "file:/a.png"
+    assert split(source) != (str(tmp_path / name), None)
 
 
 def test_what_is_meant_in_a_file() -> None:
