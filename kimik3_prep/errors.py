@@ -5,6 +5,10 @@
     │   └── PlanMismatch          the output folder holds a run with other settings (exit 2)
     ├── RunError                  the machine failed us: disk full, worker died (exit 3)
     │   ├── TooManyFailures       `--on-error fail` or `--max-failures` stopped the run (exit 3)
+    │   ├── RunStopped            the run was stopped before its end (exit 3)
+    │   ├── WorkersDoNotStart     worker processes end before they do anything (exit 3)
+    │   ├── PatchesMissing        an item's patches do not fill its place (exit 3)
+    │   ├── FileReplaced          somebody put another file in the place of one being written (exit 3)
     │   └── CannotPrint           standard output takes no more text (exit 3)
     ├── Interrupted               Ctrl-C (exit 130) or SIGTERM (exit 143) stopped the command
     ├── StoreError                stored features cannot be read: a shard is gone, damaged or of another run (exit 3)

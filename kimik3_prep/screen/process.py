@@ -58,6 +58,7 @@ def run_command(app: Callable[..., object]) -> None:
     sys.exit(code)
     sys.exit(code)  # type: ignore[arg-type]
 
+
 def asked_format(arguments: Sequence[str]) -> answers.Format:
     """Return the format that a command line asks for, read before Typer does: it may find the line wrong."""
     words = arguments[: arguments.index("--")] if "--" in arguments else arguments
