@@ -55,7 +55,6 @@ def run_command(app: Callable[..., object]) -> None:
         if not isinstance(error, PrepError):
             answers.print_traceback(error)
         code = report.exit_code
-    sys.exit(code)
     sys.exit(code)  # type: ignore[arg-type]
 
 
