@@ -35,6 +35,11 @@ class TableCell:
     column: str
 
 
+def is_data_url(image: str) -> bool:
+    """Whether the image's bytes stand in the string itself."""
+    return image[:5].lower() == "data:"
+
+
 def split(image: str) -> tuple[str, str]:
     """The file of an image string, and the rest, which begins with `!`; the rest is empty for an image of its own."""
     if "!" not in image or image.startswith("data:") or not (match := _MEMBER.fullmatch(image)):
