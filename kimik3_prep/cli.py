@@ -309,18 +309,15 @@ def verify(
     from kimik3_prep.screen import terminal
 
     with exit_codes(format):
-        from kimik3_prep.reading import verify as proof
+        from kimik3_prep.reading.verify import Comparison
+        from kimik3_prep.reading.verify import verify as check_folder
 
+        comparison = None
         if against_source or processor is not None:
-            from kimik3_prep.reading import recompute
-
-            code = recompute.processor_folder(processor, trust_remote_code)
-        report = proof.verify(path)
-        if against_source or processor is not None:
-            report |= recompute.against_source(path, manifest, sample, against_source, code)
-            report["problems"] += report.pop("differences")
-        terminal.print_json(report) if format == "json" else findings.print_verification(report)
-        raise typer.Exit(1 if report["problems"] else 0)
+            comparison = Comparison(manifest, sample, against_source, processor, trust_remote_code)
+        report = check_folder(path, comparison)
+        terminal.print_json(report.as_dict()) if format == "json" else findings.print_verification(report)
+        raise typer.Exit(1 if report.findings else 0)
 
 
 def main() -> None:

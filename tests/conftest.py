@@ -33,8 +33,9 @@ from kimik3_prep.checkpoint.grid import GridRule
 from kimik3_prep.errors import Problem
 from kimik3_prep.manifest.read import read_manifest
 from kimik3_prep.output.plan import make_plan, split_shards
+from kimik3_prep.output.recipe import FORMAT, Recipe
 from kimik3_prep.output.spans import Headers, find_spans
-from kimik3_prep.output.tables import FORMAT, Layout, Outcome, Stored, index_table, write_shard_index
+from kimik3_prep.output.tables import Layout, Outcome, Stored, index_table, write_shard_index
 from kimik3_prep.run.check import Settings
 from kimik3_prep.run.prepare import prepare
 
@@ -212,12 +213,23 @@ def lab(width: int, height: int, seed: int) -> Image.Image:
     return Image.frombytes("LAB", (width, height), bands)
 
 
-FACTS: dict[str, Any] = {
-    "config": {"patch_size": 14, "image_mean": [0.5, 0.5, 0.5], "background": {"pattern": "chessboard", "gray": 180}},
-    "decoders": {"pillow": "13.0.0", "webp": "1.6.0"},
-    "dtype": "float32",
-    "limit": None,
-}
+def recipe(**changes: Any) -> Recipe:
+    """A recipe with the published config, in which some facts are other ones."""
+    facts: dict[str, Any] = {
+        "config": cfg_and_config()[1],
+        "manifest": "sha256:" + "0" * 64,
+        "limit": None,
+        "backend": "cpu",
+        "dtype": "float32",
+        "index_only": False,
+        "shard_size": 512 << 20,
+        "dedupe": "path",
+        "max_pixels": 178_956_970,
+        "max_tokens": None,
+        "exif": "ignore",
+        "decoders": {"pillow": "13.0.0", "webp": "1.6.0"},
+    }
+    return Recipe(**{**facts, **changes})
 
 
 VERSIONS = {"torch": "2.13.0"}

@@ -25,12 +25,12 @@ HOUSE: dict[str, tuple[str, ...]] = {
     "images": ("address", "cell", "source", "decode"),
     "manifest": ("row", "tar", "columns", "read", "records", "folder"),
     "pixels": ("resample", "cpu", "device", "ready"),
-    "output": ("spans", "plan", "shard_file", "tables", "folder", "mirror", "totals"),
+    "output": ("recipe", "spans", "plan", "shard_file", "tables", "folder", "mirror", "totals"),
     "run": (
         *("threads", "memory", "devices", "compute", "jobs", "work", "engines"),
         *("check", "planning", "prepare", "ranges"),
     ),
-    "reading": ("stored", "features", "training", "verify", "recompute", "inspection", "pictures", "sheets"),
+    "reading": ("stored", "features", "training", "verify", "inspection", "pictures", "sheets"),
     "screen": ("terminal", "progress", "answers", "process"),
 }
 DOORS = ("cli", "__main__")
@@ -55,7 +55,7 @@ LIBRARIES = {
 OF_TORCH = {
     *("pixels.resample", "pixels.cpu", "pixels.device", "pixels.ready"),
     *("run.compute", "run.jobs", "run.work"),
-    *("reading.recompute", "reading.features", "reading.training"),
+    *("reading.features", "reading.training"),
 }
 
 #: What the package itself offers: type checkers see the import, and it runs when somebody asks for the name.
@@ -66,7 +66,7 @@ SEAMS = {
     ("images.source", "foreign_errors"),
     ("remote", "asked"),
     ("run.threads", "_work"),
-    ("reading.recompute", "_load_processor"),
+    ("reading.verify", "_load_processor"),
     ("screen.process", "exit_codes"),
 }
 

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import fsspec
 import pytest
@@ -246,9 +246,9 @@ def test_every_golden_header_is_the_same_from_a_store(golden: Path, monkeypatch:
     monkeypatch.setattr(sources, "_HEAD", 512)
     files = fsspec.filesystem("memory")
 
-    def outcome(source: str, turn: bool, hash: bool) -> tuple[Any, ...]:
+    def outcome(source: str, exif: Literal["ignore", "apply"], hash: bool) -> tuple[Any, ...]:
         try:
-            found = probe(source, turn=turn, hash=hash)
+            found = probe(source, exif=exif, hash=hash)
         except ItemError as error:
             return error.code, error.message
         return found.width, found.height, found.mode, found.format, found.content_hash
@@ -256,9 +256,9 @@ def test_every_golden_header_is_the_same_from_a_store(golden: Path, monkeypatch:
     for path in sorted((golden / "images").iterdir()):
         if path.is_file():
             files.pipe_file(f"/golden/{path.name}", path.read_bytes())
-            for turn, hash in ((False, False), (True, False), (False, True)):
-                stored = outcome(f"memory://golden/{path.name}", turn, hash)
-                assert stored == outcome(str(path), turn, hash), path.name
+            for exif, hash in (("ignore", False), ("apply", False), ("ignore", True)):
+                stored = outcome(f"memory://golden/{path.name}", exif, hash)
+                assert stored == outcome(str(path), exif, hash), path.name
 
 
 def test_an_object_that_changes_is_noticed(s3: Store) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import warnings
 from dataclasses import dataclass
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Literal
 
 from PIL import (  # noqa: F401  (importing a plugin registers its decoder)
     AvifImagePlugin,
@@ -37,6 +37,9 @@ from kimik3_prep.images.source import Stamp, foreign_errors, hashed, opened
 
 #: Pillow's own limit before it calls an image a decompression bomb, in pixels.
 DEFAULT_MAX_PIXELS = 178_956_970
+
+#: What to do with an EXIF orientation.
+Exif = Literal["ignore", "apply"]
 
 _EXIF_ORIENTATION = 0x0112
 #: What an orientation asks for; 1 asks for nothing. Source: Pillow's `ImageOps.exif_transpose`.
@@ -105,30 +108,30 @@ class Decoded:
     content_hash: str
 
 
-def probe(source: str, max_pixels: int = DEFAULT_MAX_PIXELS, turn: bool = False, hash: bool = False) -> Probe:
+def probe(source: str, max_pixels: int = DEFAULT_MAX_PIXELS, exif: Exif = "ignore", hash: bool = False) -> Probe:
     """Read the header of a resolved `source`. Raises ItemError; RunError where no file can be opened any more.
 
-    turn: the size is that of the image turned by its EXIF orientation. hash: read the whole file for its hash.
+    exif: apply gives the size of the image turned by its EXIF orientation. hash: read the whole file for its hash.
     """
     with foreign_errors(), opened(source, whole=hash) as (file, stamp):
         content_hash = None
         if hash:
             file, content_hash = hashed(file, stamp)
         image = _identify(file, max_pixels)
-        return Probe(*_size(image, file, turn), image.mode, str(image.format), stamp, content_hash)
+        return Probe(*_size(image, file, exif), image.mode, str(image.format), stamp, content_hash)
 
 
 def decode(
     source: str,
     max_pixels: int = DEFAULT_MAX_PIXELS,
     planned: Stamp | None = None,
-    turn: bool = False,
+    exif: Exif = "ignore",
     size: tuple[int, int] | None = None,
 ) -> Decoded:
     """Read, hash and decode a resolved `source`. Raises ItemError; RunError where no file can be opened any more.
 
     planned: the stamp the probe saw; a file that has changed since is refused before it is decoded.
-    turn: turn the image by its EXIF orientation, as Pillow's `exif_transpose` does. TIFF is turned by Pillow always.
+    exif: apply turns the image by its EXIF orientation, as Pillow's `exif_transpose` does. Pillow turns TIFF always.
     size: width and height there is room for; an image of another size is refused before it is decoded.
     """
     with foreign_errors(), opened(source, whole=True) as (file, stamp):
@@ -136,8 +139,8 @@ def decode(
             raise ItemError("source_changed", f"the file changed after it was planned ({planned} then, {stamp} now)")
         encoded, content_hash = hashed(file, stamp)
         image = _identify(encoded, max_pixels)
-        if size is not None and (found := _size(image, encoded, turn)) != size:
-            turned = " as its EXIF orientation turns it" if turn and found != image.size else ""
+        if size is not None and (found := _size(image, encoded, exif)) != size:
+            turned = " as its EXIF orientation turns it" if exif == "apply" and found != image.size else ""
             raise ItemError("size_mismatch", f"the image is {found[0]} x {found[1]} pixels{turned}")
         # Pillow turns a TIFF on load and forgets the tag.
         tiff = image.tag_v2 if isinstance(image, TiffImagePlugin.TiffImageFile) else None
@@ -145,7 +148,7 @@ def decode(
         image.load()
         if orientation is None:
             orientation = _orientation(image.getexif().get(_EXIF_ORIENTATION))
-        wrong = turn and tiff is None and orientation in _TURNS
+        wrong = exif == "apply" and tiff is None and orientation in _TURNS
         shown = image.transpose(_TURNS[orientation]) if wrong and orientation is not None else image
         return Decoded(shown, image.mode, str(image.format), orientation, content_hash)
 
@@ -190,10 +193,10 @@ def _claim_pillow(max_pixels: int) -> None:
         warnings.filterwarnings("ignore", module=_PILLOW_MODULES)
 
 
-def _size(image: ImageFile.ImageFile, file: BinaryIO, turn: bool) -> tuple[int, int]:
+def _size(image: ImageFile.ImageFile, file: BinaryIO, exif: Exif) -> tuple[int, int]:
     """Width and height as they will be once the image is loaded, and turned if it is to be."""
     width, height = image.size
-    return (height, width) if turn and _header_orientation(image, file) in _SIDEWAYS else (width, height)
+    return (height, width) if exif == "apply" and _header_orientation(image, file) in _SIDEWAYS else (width, height)
 
 
 def _header_orientation(image: ImageFile.ImageFile, file: BinaryIO) -> int | None:

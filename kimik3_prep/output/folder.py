@@ -8,21 +8,21 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from kimik3_prep.disk import LOCK_NAME, LOCKS, claim, disk_errors, hold, sync, write_whole
 from kimik3_prep.errors import InputError, PlanMismatch, Problem
-from kimik3_prep.output.plan import fingerprint
-from kimik3_prep.output.shard_file import FORMAT
-from kimik3_prep.output.tables import OURS, OURS_IN_ROOT, Layout, read_run
+from kimik3_prep.output.recipe import Recipe
+from kimik3_prep.output.tables import OURS, OURS_IN_ROOT, Layout, RunRecord, read_run
 from kimik3_prep.remote import scheme
 
 #: In a folder that only stages what goes to an object store: the URL of that.
 STAGED_NAME = ".staged"
 
 
-def check_folder(layout: Layout) -> dict[str, Any] | None:
+def check_folder(layout: Layout) -> RunRecord | None:
     """The run record of the folder, None for a new one. Raises InputError where something of others lies; no writes."""
     for folder in (layout.root, *layout.root.parents):
         if folder.exists() and not folder.is_dir():
@@ -35,9 +35,9 @@ def check_folder(layout: Layout) -> dict[str, Any] | None:
 
 
 def open_run(
-    layout: Layout, facts: dict[str, Any], versions: Mapping[str, str], overwrite: bool, base: str | None = None
+    layout: Layout, recipe: Recipe, versions: Mapping[str, str], overwrite: bool, base: str | None = None
 ) -> None:
-    """Make the output folder ready: new, resumed, or cleared. `facts` is everything that decides output bytes.
+    """Make the output folder ready: new, resumed, or cleared.
 
     base: the folder that image paths start from, recorded, as the way from the output folder, for readers that will
     need the images; where the run has moved it is recorded anew.
@@ -48,10 +48,9 @@ def open_run(
     if record is not None and overwrite:
         clear_output(layout)
         record = None
-    way = {} if base is None else {"base": _way(layout, base)}
+    way = None if base is None else _way(layout, base)
     if record is None:
-        record = {"format": FORMAT, "fingerprint": fingerprint(facts), "facts": facts, "versions": dict(versions)}
-        _write_record(layout, record | way)
+        _write_record(layout, RunRecord(recipe, versions, way))
         return
     hint = "use the same settings, another --output, or --overwrite to start anew"
     changed = [
@@ -60,16 +59,16 @@ def open_run(
             f"this run was started with {old!r}, now it is {new!r}",
             hint=hint,
         )
-        for name, old, new in _differences(record["facts"], facts)
+        for name, old, new in _differences(record.recipe.facts(), recipe.facts())
     ]
     if changed:
         raise PlanMismatch(changed)
-    if record | way != record:
-        _write_record(layout, record | way)
+    if way is not None and way != record.base:
+        _write_record(layout, replace(record, base=way))
 
 
-def _write_record(layout: Layout, record: Mapping[str, Any]) -> None:
-    text = json.dumps(record, indent=2, sort_keys=True, ensure_ascii=False) + "\n"
+def _write_record(layout: Layout, record: RunRecord) -> None:
+    text = json.dumps(record.document(), indent=2, sort_keys=True, ensure_ascii=False) + "\n"
     write_whole(layout.run, lambda path: path.write_text(text, encoding="utf-8"))
 
 

@@ -6,10 +6,8 @@ the manifest, the image headers and the settings, and on nothing else: not on th
 
 from __future__ import annotations
 
-import hashlib
 import itertools
-import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,9 +21,6 @@ from kimik3_prep.errors import InputError, ItemError, Problem
 from kimik3_prep.images.source import Stamp
 from kimik3_prep.manifest.read import ITEM_SCHEMA
 from kimik3_prep.output.spans import GROUPS, Headers, Ints, Spans
-
-#: Bytes of one stored level, by `--dtype`.
-ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "uint8": 1}
 
 #: Columns of the plan and the index that make a `Grid`, in its order.
 GRID_FIELDS = ("new_width", "new_height", "pad_width", "pad_height", "grid_h", "grid_w", "num_tokens")
@@ -93,16 +88,6 @@ class ShardPlan:
         """Length of the shard's `pixel_values`."""
         last = self.items[-1]
         return last.patch_start + last.patch_count
-
-
-def fingerprint(facts: Mapping[str, Any]) -> str:
-    """A digest of everything that decides output bytes; goes into every shard and guards a resume."""
-    return hashlib.sha256(canonical_json(facts).encode()).hexdigest()
-
-
-def canonical_json(value: Any) -> str:
-    """JSON whose bytes depend on the value alone."""
-    return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
 
 
 def make_plan(

@@ -17,10 +17,7 @@ import numpy as np
 
 from kimik3_prep.disk import claim, disk_errors, sync
 from kimik3_prep.errors import InputError, Problem, RunError
-from kimik3_prep.output.plan import ITEM_BYTES, canonical_json
-
-#: Version of everything on disk; a reader refuses what it does not know.
-FORMAT = 1
+from kimik3_prep.output.recipe import FORMAT, ITEM_BYTES, Recipe, canonical_json
 
 #: The one metadata key of a shard and of an index. Several keys would come out in random order.
 METADATA_KEY = "kimik3_prep"
@@ -37,6 +34,11 @@ class ShardFormat:
     dtype: str
     patch_size: int
     metadata: Mapping[str, Any]
+
+    @classmethod
+    def of(cls, recipe: Recipe, group: str) -> ShardFormat:
+        """Return the format of the shards of a group."""
+        return cls(recipe.dtype, recipe.config.patch_size, recipe.metadata(group))
 
     @property
     def patch_bytes(self) -> int:

@@ -16,7 +16,7 @@ import json
 import re
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +29,8 @@ from kimik3_prep import strict_json
 from kimik3_prep.disk import write_whole
 from kimik3_prep.errors import InputError, ItemError, Problem
 from kimik3_prep.manifest.row import short_image
-from kimik3_prep.output.plan import PLAN_SCHEMA, canonical_json, fingerprint
-from kimik3_prep.output.shard_file import FORMAT as FORMAT
+from kimik3_prep.output.plan import PLAN_SCHEMA
+from kimik3_prep.output.recipe import FORMAT, Recipe, canonical_json, fingerprint
 from kimik3_prep.output.shard_file import METADATA_KEY
 
 INDEX_SCHEMA = pa.schema(
@@ -146,7 +146,30 @@ Outcome = Stored | ItemError
 # --- run record and plan -------------------------------------------------------------------------------------------
 
 
-def read_run(layout: Layout) -> dict[str, Any] | None:
+@dataclass(frozen=True, slots=True)
+class RunRecord:
+    """What `run.json` says of a run."""
+
+    recipe: Recipe
+
+    versions: Mapping[str, str]
+    """Of the packages that made the files."""
+
+    base: str | None = None
+    """Index-only runs: the way from the output folder to the folder that image paths start from, or its URL."""
+
+    def document(self) -> dict[str, Any]:
+        """Return the record as JSON values."""
+        return {
+            "format": self.recipe.format,
+            "fingerprint": self.recipe.fingerprint,
+            "facts": self.recipe.facts(),
+            "versions": dict(self.versions),
+            **({} if self.base is None else {"base": self.base}),
+        }
+
+
+def read_run(layout: Layout) -> RunRecord | None:
     """The run record, None where there is none. Raises InputError for one that is not ours."""
     where, expected = str(layout.run), "the run.json that `kimik3-prep encode` wrote"
     try:
@@ -167,7 +190,17 @@ def read_run(layout: Layout) -> dict[str, Any] | None:
     if record.get("fingerprint") != fingerprint(record["facts"]):
         what = "was changed by hand: the settings are not those of its fingerprint"
         raise InputError([Problem(where, what, expected, "choose another --output")])
-    return dict(record)
+    try:
+        recipe = Recipe.from_facts(record["facts"], f"{where}: facts")
+    except InputError as error:
+        hint = "choose another --output"
+        raise InputError([replace(problem, hint=hint) for problem in error.problems]) from None
+    base = record.get("base")
+    odd = [name for name, version in record["versions"].items() if type(version) is not str]
+    if odd or not (base is None or type(base) is str):
+        place = f"{where}: " + (f"versions.{odd[0]}" if odd else "base")
+        raise InputError([Problem(place, "is no text", "a text", "choose another --output")])
+    return RunRecord(recipe, record["versions"], base)
 
 
 def write_plan(layout: Layout, table: pa.Table) -> None:

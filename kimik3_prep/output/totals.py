@@ -10,7 +10,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from kimik3_prep.output.plan import ITEM_BYTES
+from kimik3_prep.output.recipe import ITEM_BYTES
 from kimik3_prep.output.spans import GROUPS
 from kimik3_prep.output.tables import Layout, read_index
 

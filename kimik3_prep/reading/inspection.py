@@ -162,10 +162,10 @@ def _output(root: Path) -> dict[str, Any]:
         "path": str(root),
         "finished": finished,
         "planned": None if finished else _planned(layout),
-        "dtype": record["facts"]["dtype"],
-        "settings": record["facts"],
-        "versions": record["versions"],
-        "fingerprint": record["fingerprint"],
+        "dtype": record.recipe.dtype,
+        "settings": record.recipe.facts(),
+        "versions": dict(record.versions),
+        "fingerprint": record.recipe.fingerprint,
         "shards": {
             path.stem: {
                 "bytes": path.stat().st_size,

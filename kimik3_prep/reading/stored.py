@@ -20,7 +20,8 @@ import pyarrow.compute as pc
 from kimik3_prep.errors import FailedItem, InputError, ItemError, Problem, StoreError
 from kimik3_prep.images.address import resolve
 from kimik3_prep.output.folder import beneath_run
-from kimik3_prep.output.plan import ITEM_BYTES, one_item
+from kimik3_prep.output.plan import one_item
+from kimik3_prep.output.recipe import ITEM_BYTES, Recipe
 from kimik3_prep.output.shard_file import METADATA_KEY, SAFETENSORS_DTYPES, open_shard
 from kimik3_prep.output.tables import Layout, read_index, read_plan, read_run
 
@@ -190,16 +191,17 @@ class StoredRun:
         return FailedItem(error.code, error.message, self.table["id"][row].as_py(), self.table["line"][row].as_py())
 
     @cached_property
-    def _recipe(self) -> tuple[str, Any, pa.Table]:
+    def _recipe(self) -> tuple[str, Recipe, pa.Table]:
         """Where image paths start, how features are made, and the plan in manifest order: it has data: URLs whole."""
-        from kimik3_prep.run.compute import Recipe
-
         record = read_run(self.layout)
-        if record is None or record["fingerprint"] != self._fingerprint or not (self._images or "base" in record):
+        base = None
+        if record is not None and record.recipe.fingerprint == self._fingerprint:
+            given = None if record.base is None else beneath_run(self.layout, record.base)
+            base = str(self._images) if self._images else given
+        if record is None or base is None:
             raise StoreError(f"{self.layout.run} is not that of {self.layout.index}, which has no features of its own")
-        base = str(self._images) if self._images else beneath_run(self.layout, record["base"])
         plan = pa.concat_tables(read_plan(self.layout))
-        return base, Recipe.of_run(record["facts"]), plan.take(pc.sort_indices(plan["item"]))
+        return base, record.recipe, plan.take(pc.sort_indices(plan["item"]))
 
     def _open_shard(self, name: str) -> tuple[npt.NDArray[Any], Ints]:
         """pixel_values and grid_thws of a shard, mapped read-only."""

@@ -25,7 +25,7 @@ from kimik3_prep.run.threads import DEFAULT_ITEM_TIMEOUT
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What `encode` was asked to do. `facts_of` says which of these decide output bytes; the others never do."""
+    """What `encode` was asked to do. `Recipe` says which of these decide output bytes; the others never do."""
 
     manifest: str
     output: Path  # where files are written
@@ -79,7 +79,7 @@ class Checked:
 
     config: PreprocessorConfig
     manifest: Manifest
-    backend: str
+    backend: Literal["cpu", "gpu"]
     devices: tuple[str, ...]
 
     def without_items(self) -> Checked:

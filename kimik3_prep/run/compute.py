@@ -2,34 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
-
 import torch
 
-from kimik3_prep.checkpoint.config import PreprocessorConfig
 from kimik3_prep.errors import ItemError
 from kimik3_prep.images.decode import Decoded, decode
 from kimik3_prep.images.source import Stamp, foreign_errors, read_file
 from kimik3_prep.output.plan import PlannedItem, planned_stamp
+from kimik3_prep.output.recipe import Recipe
 from kimik3_prep.pixels.cpu import TORCH_DTYPES, write_patches
 from kimik3_prep.pixels.ready import cast_features, read_features
-
-
-@dataclass(frozen=True, slots=True)
-class Recipe:
-    """What a run's record says of how its features are made. turn: EXIF orientations are applied."""
-
-    config: PreprocessorConfig
-    dtype: torch.dtype
-    max_pixels: int
-    turn: bool
-
-    @classmethod
-    def of_run(cls, facts: dict[str, Any]) -> Recipe:
-        """From the `facts` of a run.json."""
-        config = PreprocessorConfig.from_dict(facts["config"])
-        return cls(config, TORCH_DTYPES[facts["dtype"]], facts["max_pixels"], facts["exif"] == "apply")
 
 
 def features(item: PlannedItem, source: str, recipe: Recipe, same_file: bool = False) -> tuple[torch.Tensor, str]:
@@ -38,12 +19,12 @@ def features(item: PlannedItem, source: str, recipe: Recipe, same_file: bool = F
     same_file: refuse a file that has changed since it was planned, or is another one.
     Raises ItemError where the image cannot be read, or is not the one that was planned.
     """
-    config = recipe.config
+    config, dtype = recipe.config, TORCH_DTYPES[recipe.dtype]
     if not item.grid.new_w:  # features made elsewhere
         content, content_hash = read_file(source)
-        return cast_features(read_features(content, item.grid.thw, config), config, recipe.dtype), content_hash
+        return cast_features(read_features(content, item.grid.thw, config), config, dtype), content_hash
     decoded = planned_image(item, source, recipe, planned_stamp(item) if same_file else None)
-    out = torch.empty((item.patch_count, 3, config.patch_size, config.patch_size), dtype=recipe.dtype)
+    out = torch.empty((item.patch_count, 3, config.patch_size, config.patch_size), dtype=dtype)
     with foreign_errors():
         write_patches(decoded.image, item.grid, config, out)
     return out, decoded.content_hash
@@ -52,7 +33,7 @@ def features(item: PlannedItem, source: str, recipe: Recipe, same_file: bool = F
 def planned_image(item: PlannedItem, source: str, recipe: Recipe, planned: Stamp | None = None) -> Decoded:
     """The item's image decoded. Raises ItemError also where it has another size now, or another stamp."""
     try:
-        return decode(source, recipe.max_pixels, planned, recipe.turn, (item.width, item.height))
+        return decode(source, recipe.max_pixels, planned, recipe.exif, (item.width, item.height))
     except ItemError as error:
         if error.code == "size_mismatch":
             raise ItemError("source_changed", error.message) from error

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import os
 import re
+from typing import Literal
 
 from kimik3_prep.errors import InputError, Problem
 
 _ANYWHERE = "--device cpu runs the same kernels on the CPU, with the same bytes; --backend cpu does without them"
 
 
-def auto_backend() -> str:
+def auto_backend() -> Literal["cpu", "gpu"]:
     """`gpu` where a CUDA device can be used, else `cpu`. Both give the same bytes."""
     if not os.path.exists("/dev/nvidiactl"):  # importing torch to hear "no" costs seconds
         return "cpu"

@@ -5,19 +5,18 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 
 from kimik3_prep.checkpoint.config import PreprocessorConfig
-from kimik3_prep.checkpoint.grid import GridRule
 from kimik3_prep.errors import ItemError
 from kimik3_prep.images.address import resolve
 from kimik3_prep.images.decode import Decoded, decode
 from kimik3_prep.images.source import Stamp
 from kimik3_prep.output.plan import PlannedItem, ShardPlan, planned_stamp
-from kimik3_prep.output.shard_file import ShardFormat
+from kimik3_prep.output.recipe import Recipe
 from kimik3_prep.pixels.cpu import TORCH_DTYPES
 from kimik3_prep.run.memory import Room, available_memory
 from kimik3_prep.run.threads import DEFAULT_ITEM_TIMEOUT
@@ -28,29 +27,26 @@ class ShardJob:
     """Everything one shard needs, picklable.
 
     store: URL that the shard is sent to once it is complete in `root`; None where it stays. base: folder that relative
-    paths start from. turn: apply EXIF orientations. device and batch_bytes (source pixels of a batch): gpu shards only.
+    paths start from. device and batch_bytes (source pixels of a batch): gpu shards only.
     """
 
     root: Path
     base: str
     shard: ShardPlan
-    form: ShardFormat
-    config: PreprocessorConfig
-    max_pixels: int
-    turn: bool
+    recipe: Recipe
     device: str
     batch_bytes: int
     store: str | None = None
 
-    def rule(self, item: PlannedItem) -> GridRule:
-        """The grid rule of an item: the config's, unless its limit was lowered."""
-        rule = self.config.grid_rule()
-        return rule if item.in_patch_limit is None else replace(rule, in_patch_limit=item.in_patch_limit)
+    @property
+    def config(self) -> PreprocessorConfig:
+        """The recipe's."""
+        return self.recipe.config
 
     @property
     def dtype(self) -> torch.dtype:
         """The storage dtype."""
-        return TORCH_DTYPES[self.form.dtype]
+        return TORCH_DTYPES[self.recipe.dtype]
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +113,7 @@ def decode_item(item: PlannedItem, job: ShardJob) -> Decoded:
 def _decode_file(name: str, planned: Stamp | None, item: PlannedItem, job: ShardJob) -> Decoded:
     size = (item.width, item.height)
     try:
-        decoded = decode(resolve(name, job.base), job.max_pixels, planned, job.turn, size)
+        decoded = decode(resolve(name, job.base), job.recipe.max_pixels, planned, job.recipe.exif, size)
     except ItemError as error:
         if error.code != "size_mismatch":
             raise
@@ -126,7 +122,7 @@ def _decode_file(name: str, planned: Stamp | None, item: PlannedItem, job: Shard
             raise ItemError("source_changed", told) from error
         raise ItemError(error.code, f"{error.message}; the manifest says {item.width} x {item.height}") from error
     check_hash(item, decoded.content_hash)
-    if decoded.image.size != size or job.rule(item).grid(*size) != item.grid:
+    if decoded.image.size != size or job.recipe.rule(item.in_patch_limit).grid(*size) != item.grid:
         found = f"{decoded.image.width} x {decoded.image.height} pixels once decoded, {size[0]} x {size[1]} before"
         raise ItemError("corrupt", f"the image is {found}")
     return decoded

@@ -16,7 +16,8 @@ from kimik3_prep.images.decode import Probe, probe
 from kimik3_prep.manifest.read import Manifest
 from kimik3_prep.output import mirror
 from kimik3_prep.output.folder import uncommit
-from kimik3_prep.output.plan import ITEM_BYTES, make_plan, split_shards
+from kimik3_prep.output.plan import make_plan, split_shards
+from kimik3_prep.output.recipe import ITEM_BYTES
 from kimik3_prep.output.spans import GROUPS, Headers, Spans, find_spans, join_equal
 from kimik3_prep.output.tables import Layout, read_index, read_plan, write_plan
 from kimik3_prep.run.check import Checked, Reporter, Settings
@@ -71,7 +72,7 @@ def _read_headers(
 
     def read(image: str) -> Probe:
         with limited():
-            return probe(resolve(image, manifest.base), settings.max_pixels, settings.exif == "apply", content)
+            return probe(resolve(image, manifest.base), settings.max_pixels, settings.exif, content)
 
     stop = threading.Event()
     with ImageThreads(settings.workers, "header", settings.item_timeout, stop) as pool:

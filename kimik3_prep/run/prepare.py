@@ -12,6 +12,7 @@ import itertools
 import shutil
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
@@ -23,11 +24,9 @@ from kimik3_prep.errors import ItemError, Problem, RunError, TooManyFailures
 from kimik3_prep.images.decode import codec_versions
 from kimik3_prep.output import mirror
 from kimik3_prep.output.folder import check_folder, open_run, sweep
-from kimik3_prep.output.plan import ITEM_BYTES, fingerprint, shard_plan, split_shards
-from kimik3_prep.output.shard_file import ShardFormat
-from kimik3_prep.output.spans import GROUPS
+from kimik3_prep.output.plan import shard_plan, split_shards
+from kimik3_prep.output.recipe import Recipe
 from kimik3_prep.output.tables import (
-    FORMAT,
     Layout,
     index_table,
     planned_table,
@@ -60,22 +59,22 @@ def prepare(settings: Settings, reporter: Reporter) -> RunSummary:
     """
     checked = check(settings, reporter)
     layout = Layout(settings.output, settings.store)
-    facts = facts_of(settings, checked)
+    recipe = recipe_of(settings, checked)
     record = None if layout.store else check_folder(layout)
     finished = record is not None and layout.index.is_file() and not locks(layout.root)
     if finished and not settings.overwrite and not settings.retry_failed:
-        open_run(layout, facts, versions(), overwrite=False)  # compares, and writes nothing: the disk may be read-only
+        open_run(layout, recipe, versions(), overwrite=False)  # compares, and writes nothing: the disk may be read-only
         return summarize(layout, skipped=-1)
     with mirror.staging(layout), only_run(layout.root):
-        summary = _run(settings, checked, layout, facts, reporter)
+        summary = _run(settings, checked, layout, recipe, reporter)
         mirror.leave(layout)
         return summary
 
 
-def _run(settings: Settings, checked: Checked, layout: Layout, facts: dict[str, Any], reporter: Reporter) -> RunSummary:
+def _run(settings: Settings, checked: Checked, layout: Layout, recipe: Recipe, reporter: Reporter) -> RunSummary:
     base = checked.manifest.base if settings.index_only else None
     mirror.join(layout, settings.overwrite)
-    open_run(layout, facts, versions(), settings.overwrite, base)
+    open_run(layout, recipe, versions(), settings.overwrite, base)
     sweep(layout)
     mirror.publish(layout, layout.run)
     mirror.fetch(layout, settings.retry_failed)
@@ -89,48 +88,32 @@ def _run(settings: Settings, checked: Checked, layout: Layout, facts: dict[str, 
     skipped = 0
     if settings.index_only:
         parts = [planned_table(rows, settings.dedupe == "content") for rows in read_plan(layout)]
-        write_index(layout, [], parts, run_metadata(facts))
+        write_index(layout, [], parts, recipe.metadata())
     else:
         checked = checked.without_items()  # the plan is read from disk from here on, a piece at a time
-        skipped = fill(settings, checked, layout, facts, reporter)
-        merge(layout, run_metadata(facts))
+        skipped = fill(settings, checked, layout, recipe, reporter)
+        merge(layout, recipe.metadata())
     mirror.publish(layout, layout.index)
     tell_of_orientations(layout, settings.exif, reporter)
     return summarize(layout, skipped, mirror.sizes(layout))
 
 
-def facts_of(settings: Settings, checked: Checked) -> dict[str, Any]:
-    """Everything that decides output bytes."""
-    return {
-        "format": FORMAT,
-        "config": checked.config.to_dict(),
-        "manifest": checked.manifest.digest,
-        "limit": settings.limit,
-        "backend": checked.backend,
-        "dtype": "uint8" if settings.index_only else settings.dtype,
-        "index_only": settings.index_only,
-        "shard_size": settings.shard_size,
-        "dedupe": settings.dedupe,
-        "max_pixels": settings.max_pixels,
-        "max_tokens": settings.max_tokens,
-        "exif": settings.exif,
-        "decoders": codec_versions(),
-    }
-
-
-def run_metadata(facts: dict[str, Any]) -> dict[str, Any]:
-    """What every shard and index of a run says of it."""
-    config = facts["config"]
-    return {
-        "format": FORMAT,
-        "fingerprint": fingerprint(facts),
-        "dtype": facts["dtype"],
-        **({"index_only": True} if facts["index_only"] else {}),
-        "image_mean": config["image_mean"],
-        "image_std": config["image_std"],
-        "patch_size": config["patch_size"],
-        "merge_size": config["merge_size"],
-    }
+def recipe_of(settings: Settings, checked: Checked) -> Recipe:
+    """Return the recipe that the settings and the input make together."""
+    return Recipe(
+        config=checked.config,
+        manifest=checked.manifest.digest,
+        limit=settings.limit,
+        backend=checked.backend,
+        dtype="uint8" if settings.index_only else settings.dtype,
+        index_only=settings.index_only,
+        shard_size=settings.shard_size,
+        dedupe=settings.dedupe,
+        max_pixels=settings.max_pixels,
+        max_tokens=settings.max_tokens,
+        exif=settings.exif,
+        decoders=codec_versions(),
+    )
 
 
 def versions() -> dict[str, str]:
@@ -140,7 +123,7 @@ def versions() -> dict[str, str]:
     return {"kimik3_prep": __version__} | {name: version(name) for name in ("torch", "numpy", "pyarrow", "safetensors")}
 
 
-def fill(settings: Settings, checked: Checked, layout: Layout, facts: dict[str, Any], reporter: Reporter) -> int:
+def fill(settings: Settings, checked: Checked, layout: Layout, recipe: Recipe, reporter: Reporter) -> int:
     """Run the shard jobs, of the range where there is one, that are not committed yet; returns how many were."""
     from kimik3_prep.pixels.cpu import lost_levels
     from kimik3_prep.run.engines import run_local, run_ray
@@ -151,7 +134,7 @@ def fill(settings: Settings, checked: Checked, layout: Layout, facts: dict[str, 
         what = f"with this image_mean and image_std {settings.dtype} merges {lost} of the 256 levels of a channel"
         reporter.warn(Problem("--dtype", what, "float32 or uint8 for lossless storage", severity="warning"))
     pending, patches, done, failures = _survey(settings, layout)
-    _warn_of_a_full_disk(layout, settings.dtype, patches * 3 * checked.config.patch_size**2, reporter)
+    _warn_of_a_full_disk(layout, recipe, patches, reporter)
     limit = _FailureLimit(0 if settings.on_error == "fail" else settings.max_failures, failures)
     control = Control(item_timeout=settings.item_timeout, most_failures=limit.left())
     if settings.memory is not None:
@@ -166,7 +149,7 @@ def fill(settings: Settings, checked: Checked, layout: Layout, facts: dict[str, 
     control.note = lambda where, text: reporter.warn(Problem(where, text, severity="warning"))
     limit.check()
     reporter.phase("images", pending)
-    jobs = _jobs(settings, checked, layout, facts)
+    jobs = _jobs(settings, checked, layout, recipe)
     if settings.engine == "ray":
         results = run_ray(jobs, settings.workers, settings.ray, control)
     else:
@@ -181,14 +164,10 @@ def fill(settings: Settings, checked: Checked, layout: Layout, facts: dict[str, 
     return done
 
 
-def _jobs(settings: Settings, checked: Checked, layout: Layout, facts: dict[str, Any]) -> Iterator[ShardJob]:
+def _jobs(settings: Settings, checked: Checked, layout: Layout, recipe: Recipe) -> Iterator[ShardJob]:
     """A job for each shard that is not committed yet."""
     from kimik3_prep.run.jobs import ShardJob
 
-    form = {
-        group: ShardFormat(settings.dtype, checked.config.patch_size, {**run_metadata(facts), "group": group})
-        for group in GROUPS
-    }
     devices = itertools.cycle(checked.devices or ("cpu",))
     for name, rows in planned(layout, settings.shard_range):
         if name is not None and not layout.committed(name):
@@ -198,10 +177,7 @@ def _jobs(settings: Settings, checked: Checked, layout: Layout, facts: dict[str,
                 store=layout.store,
                 base=checked.manifest.base,
                 shard=shard,
-                form=form[shard.group],
-                config=checked.config,
-                max_pixels=settings.max_pixels,
-                turn=settings.exif == "apply",
+                recipe=recipe,
                 device=next(devices) if shard.group == "gpu" else "cpu",
                 batch_bytes=settings.batch_bytes,
             )
@@ -236,16 +212,16 @@ def _survey(settings: Settings, layout: Layout) -> tuple[int, int, int, int]:
     return pending, patches, done, failures
 
 
-def _warn_of_a_full_disk(layout: Layout, dtype: str, levels: int, reporter: Reporter) -> None:
+def _warn_of_a_full_disk(layout: Layout, recipe: Recipe, patches: int, reporter: Reporter) -> None:
     """A guess, so no error: others may free space meanwhile, and some file systems compress."""
-    needed = levels * ITEM_BYTES[dtype]
+    needed = patches * recipe.patch_bytes
     if layout.store is not None:
         return  # a shard is gone before the next but one begins
     if needed <= (free := shutil.disk_usage(layout.root).free):
         return
     hint = "the run stops when the disk is full, and the same command goes on once there is space"
-    if dtype != "uint8":
-        hint += f"; --dtype uint8 would need {levels:,}"
+    if recipe.dtype != "uint8":
+        hint += f"; --dtype uint8 would need {patches * replace(recipe, dtype='uint8').patch_bytes:,}"
     what = f"{needed:,} bytes are to be written and {free:,} are free"
     reporter.warn(Problem(str(layout.root), what, hint=hint, severity="warning"))
 

@@ -19,7 +19,7 @@ from kimik3_prep.output.tables import Layout, read_run, write_plan
 from kimik3_prep.output.totals import RangeSummary, RunSummary, summarize, summarize_range
 from kimik3_prep.run.check import Reporter, Settings, check
 from kimik3_prep.run.planning import plan
-from kimik3_prep.run.prepare import facts_of, fill, merge, planned, run_metadata, tell_of_orientations, versions
+from kimik3_prep.run.prepare import fill, merge, planned, recipe_of, tell_of_orientations, versions
 
 _NAMED = 10  # missing shards in a sentence
 
@@ -46,17 +46,17 @@ def prepare_range(settings: Settings, reporter: Reporter) -> RangeSummary:
         raise ValueError("settings.shard_range says which shards")
     checked = check(settings, reporter)
     layout = Layout(settings.output)
-    facts = facts_of(settings, checked)
+    recipe = recipe_of(settings, checked)
     check_folder(layout)
     number, count = settings.shard_range
     with contextlib.ExitStack() as held:
         with _planning(layout, count, reporter):
-            open_run(layout, facts, versions(), overwrite=False)
+            open_run(layout, recipe, versions(), overwrite=False)
             sweep(layout, shards=False)
             if not layout.plan.is_file():
                 write_plan(layout, plan(settings, checked, reporter))
             held.enter_context(hold(layout.root / f"{LOCK_NAME}-{number}-of-{count}", must=True))
-        skipped = fill(settings, checked.without_items(), layout, facts, reporter)
+        skipped = fill(settings, checked.without_items(), layout, recipe, reporter)
         whole, mine = (_names(layout, part) for part in (None, settings.shard_range))
         return summarize_range(layout, settings.shard_range, whole, mine, skipped)
 
@@ -99,8 +99,8 @@ def finish(root: Path, reporter: Reporter) -> RunSummary:
                 f"{len(missing):,} of {len(names):,} shards are not there yet: {', '.join(missing[:_NAMED])}{more}. "
                 "Run the ranges again that they belong to, or `kimik3-prep encode` without a range: it does the rest."
             )
-        merge(layout, run_metadata(record["facts"]))
-        tell_of_orientations(layout, record["facts"]["exif"], reporter)
+        merge(layout, record.recipe.metadata())
+        tell_of_orientations(layout, record.recipe.exif, reporter)
         return summarize(layout)
 
 

@@ -20,7 +20,7 @@ from kimik3_prep.images.decode import Decoded
 from kimik3_prep.images.source import foreign_errors, read_file
 from kimik3_prep.output.mirror import commit_shard
 from kimik3_prep.output.plan import PlannedItem
-from kimik3_prep.output.shard_file import ShardWriter
+from kimik3_prep.output.shard_file import ShardFormat, ShardWriter
 from kimik3_prep.output.tables import Layout, Outcome, Stored, index_table, write_shard_index
 from kimik3_prep.pixels.cpu import PatchMaker, rgb_pixels
 from kimik3_prep.pixels.device import Batches, DeviceBackend, Upload, upload
@@ -63,7 +63,8 @@ def materialize_shard(job: ShardJob, images: Executor, control: Control) -> Shar
     layout = Layout(job.root, job.store)
     items = job.shard.items
     fill = {"cpu": _fill_on_cpu, "gpu": _fill_on_device, "local": _fill_from_files}[job.shard.group]
-    writer = ShardWriter(layout.shard(job.shard.name), job.form, len(items), job.shard.patches)
+    form = ShardFormat.of(job.recipe, job.shard.group)
+    writer = ShardWriter(layout.shard(job.shard.name), form, len(items), job.shard.patches)
     try:
         results = fill(job, writer, images, control)
     except BaseException:
@@ -76,7 +77,7 @@ def materialize_shard(job: ShardJob, images: Executor, control: Control) -> Shar
         row: result if isinstance(result, ItemError) else result.stored(*placed[row]) for row, result in results.items()
     }
     table = index_table(job.shard.rows, outcomes)
-    write_shard_index(layout, job.shard.name, table, job.form.metadata)
+    write_shard_index(layout, job.shard.name, table, form.metadata)
     failed = table["error_code"].length() - table["error_code"].null_count
     patches = sum(item.patch_count for item in kept)
     size = layout.shard(job.shard.name).stat().st_size

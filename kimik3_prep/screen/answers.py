@@ -20,6 +20,7 @@ from kimik3_prep.screen.terminal import (
 
 if TYPE_CHECKING:  # the others need no decoders
     from kimik3_prep.manifest.folder import Gathered
+    from kimik3_prep.reading.verify import Verification
 
 _CELL = 60  # most characters of a foreign text in a table
 
@@ -103,17 +104,17 @@ def _print_largest(found: dict[str, Any]) -> None:
     print_table(("tokens", "size", "patches", "line", "id"), rows, "largest images" if rows else "")
 
 
-def print_verification(report: dict[str, Any]) -> None:
-    """A report of `verify.verify`."""
-    for problem in report["problems"]:
-        item = f", {harmless(problem['item'], LINE)}" if problem["item"] is not None else ""
-        say(out, f"{item}: {harmless(problem['what'], 2 * LINE)}", "problem: ", bold=problem["file"])
-        say(out, f"    {problem['todo']}")
-    size = f"{counted(report['rows'], 'row')}, {counted(report['images'], 'image')}, {size_text(report['bytes'])}"
-    if "compared" in report:
-        size += f"; {counted(report['compared'], 'image')} computed again"
-    found = counted(len(report["problems"]), "problem") if report["problems"] else "all as it was written"
-    say(out, f": {found} in {counted(report['shards'], 'shard')} ({size})", bold=report["path"])
+def print_verification(report: Verification) -> None:
+    """The result of `verify`."""
+    for finding in report.findings:
+        item = f", {harmless(finding.item, LINE)}" if finding.item is not None else ""
+        say(out, f"{item}: {harmless(finding.what, 2 * LINE)}", "problem: ", bold=finding.file)
+        say(out, f"    {finding.todo}")
+    size = f"{counted(report.rows, 'row')}, {counted(report.images, 'image')}, {size_text(report.bytes)}"
+    if report.compared is not None:
+        size += f"; {counted(report.compared, 'image')} computed again"
+    problems = counted(len(report.findings), "problem") if report.findings else "all as it was written"
+    say(out, f": {problems} in {counted(report.shards, 'shard')} ({size})", bold=report.path)
 
 
 def print_gathered(found: Gathered) -> None:

@@ -20,7 +20,7 @@ from kimik3_prep.images.source import read_file
 from kimik3_prep.manifest import columns as tables
 from kimik3_prep.manifest.read import read_manifest
 from kimik3_prep.output.tables import Layout, read_index
-from kimik3_prep.reading.recompute import against_source
+from kimik3_prep.reading.verify import Comparison, verify
 from kimik3_prep.run.check import Settings
 from kimik3_prep.run.prepare import prepare
 
@@ -66,7 +66,8 @@ def test_a_run_from_a_table_is_the_run_from_a_folder(tmp_path: Path, s3: Store, 
     assert plan.nbytes < 20_000, "no pixels in it"
     extra = read_index(Layout(tmp_path / "tabled").index)["extra"].to_pylist()
     assert extra[1] == ('{"word":"w","image_path":"1.png"}' if nested else '{"word":"w"}')
-    assert against_source(tmp_path / "tabled", pattern, None, True, None) == {"compared": 7, "differences": []}
+    report = verify(tmp_path / "tabled", Comparison(pattern))
+    assert (report.compared, report.findings) == (7, ())
 
 
 @pytest.mark.parametrize("statistics", [True, False])

@@ -21,7 +21,7 @@ from kimik3_prep.images.address import resolve, split
 from kimik3_prep.images.decode import decode, probe
 from kimik3_prep.manifest.read import Manifest, read_manifest
 from kimik3_prep.output.tables import Layout, read_index
-from kimik3_prep.reading.recompute import against_source
+from kimik3_prep.reading.verify import Comparison, verify
 from kimik3_prep.run.check import Settings, check, default_output
 from kimik3_prep.run.prepare import prepare
 
@@ -123,7 +123,8 @@ def test_a_run_from_a_tar_is_the_run_from_a_folder(tmp_path: Path, s3: Store, ru
     images = parquet.read_table(tmp_path / "tarred" / "index.parquet")["image"].to_pylist()
     assert [split(image)[0] for image in images] == ["0.tar"] * 3 + ["1.tar"] * 3
     assert images == parquet.read_table(tmp_path / "stored" / "index.parquet")["image"].to_pylist()
-    assert against_source(tmp_path / "tarred", pattern, None, True, None) == {"compared": 5, "differences": []}
+    report = verify(tmp_path / "tarred", Comparison(pattern))
+    assert (report.compared, report.findings) == (5, ())
     done = run("encode", pattern, "--config", "kimi-k3", "--backend", "cpu", "--dry-run", "--format", "json")
     assert (done.returncode, json.loads(done.stdout)["images"]) == (0, 6), done.stderr
     assert default_output(pattern).name == "tars-features"

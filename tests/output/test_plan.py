@@ -17,8 +17,6 @@ from kimik3_prep.errors import InputError
 from kimik3_prep.manifest.read import read_manifest
 from kimik3_prep.output.plan import (
     PLAN_SCHEMA,
-    canonical_json,
-    fingerprint,
     make_plan,
     parse_size,
     shard_plan,
@@ -163,12 +161,6 @@ def test_the_plan_does_not_depend_on_where_the_manifest_lies(tmp_path: Path) -> 
         (tmp_path / name).mkdir()
         results.append(planned(tmp_path / name, rows)[1])
     assert results[0] == results[1]
-
-
-def test_fingerprint_is_of_the_value_not_of_the_order() -> None:
-    assert fingerprint({"a": 1, "b": [1, 2]}) == fingerprint({"b": [1, 2], "a": 1})
-    assert fingerprint({"a": 1}) != fingerprint({"a": 2})
-    assert canonical_json({"b": 1, "a": "é"}) == '{"a":"é","b":1}'
 
 
 @pytest.mark.parametrize(

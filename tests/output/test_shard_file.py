@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from kimik3_prep.errors import InputError, RunError
 from kimik3_prep.output import shard_file as shards
-from kimik3_prep.output.plan import canonical_json
+from kimik3_prep.output.recipe import canonical_json
 from kimik3_prep.output.shard_file import METADATA_KEY, ShardFormat, ShardWriter, open_shard
 from kimik3_prep.pixels.cpu import TORCH_DTYPES
 

@@ -13,18 +13,19 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from conftest import FACTS, VERSIONS, commit, item, planned, stored, tree
+from conftest import VERSIONS, commit, item, planned, recipe, stored, tree
 
 from kimik3_prep import disk
 from kimik3_prep.errors import InputError, ItemError, RunError
 from kimik3_prep.output import tables as store
 from kimik3_prep.output.folder import open_run
-from kimik3_prep.output.plan import PLAN_SCHEMA, fingerprint, split_shards
+from kimik3_prep.output.plan import PLAN_SCHEMA, split_shards
 from kimik3_prep.output.shard_file import METADATA_KEY, ShardFormat, ShardWriter
 from kimik3_prep.output.tables import (
     FORMAT,
     INDEX_SCHEMA,
     Layout,
+    RunRecord,
     index_table,
     read_index,
     read_plan,
@@ -82,7 +83,7 @@ def test_files_have_the_schemas_and_the_same_bytes_each_time(tmp_path: Path) -> 
     for name in ("one", "two"):
         layout = Layout(tmp_path / name / "out")
         plan = planned(tmp_path / name, rows, 50, fail=[40])
-        open_run(layout, FACTS, VERSIONS, overwrite=False)
+        open_run(layout, recipe(), VERSIONS, overwrite=False)
         write_plan(layout, plan)
         # In another order and cut into other pieces: neither may be seen in the bytes.
         names, failed = commit(layout, plan if name == "one" else pa.concat_tables([plan.slice(0, 9), plan.slice(9)]))
@@ -99,7 +100,7 @@ def test_files_have_the_schemas_and_the_same_bytes_each_time(tmp_path: Path) -> 
 # --- the run record -----------------------------------------------------------------------------------------------
 
 
-RECORD = {"format": 1, "fingerprint": fingerprint(FACTS), "facts": FACTS, "versions": VERSIONS}
+RECORD = RunRecord(recipe(), VERSIONS).document()
 
 
 @pytest.mark.parametrize(
@@ -115,7 +116,7 @@ RECORD = {"format": 1, "fingerprint": fingerprint(FACTS), "facts": FACTS, "versi
         ('{"format": 1}', "not a run record of kimik3-prep"),
         (json.dumps({**RECORD, "facts": []}), "not a run record of kimik3-prep"),
         (json.dumps({**RECORD, "format": 2}), r"format 2; expected format 1 \(use the version of kimik3-prep"),
-        (json.dumps({**RECORD, "facts": {**FACTS, "dtype": "uint8"}}), "changed by hand"),
+        (json.dumps({**RECORD, "facts": {**RECORD["facts"], "dtype": "uint8"}}), "changed by hand"),
     ],
 )
 def test_a_record_that_is_not_one_is_said_and_kept(layout: Layout, content: str, words: str) -> None:
@@ -123,7 +124,7 @@ def test_a_record_that_is_not_one_is_said_and_kept(layout: Layout, content: str,
     layout.run.write_bytes(content.encode("latin-1"))
     for overwrite in (False, True):
         with pytest.raises(InputError, match=words):
-            open_run(layout, FACTS, VERSIONS, overwrite)
+            open_run(layout, recipe(), VERSIONS, overwrite)
     assert layout.run.read_bytes() == content.encode("latin-1")
 
 
@@ -262,7 +263,7 @@ def test_any_id_is_only_text(layout: Layout, tmp_path: Path) -> None:
     names, failed = commit(layout, plan)
     write_index(layout, names, failed, {})
     assert read_index(layout.index)["id"].to_pylist() == ids
-    assert sorted(tree(layout.root)) == ["index.parquet", "shards/cpu-00000.parquet"]
+    assert sorted(tree(layout.root)) == ["index.parquet", "shards", "shards/cpu-00000.parquet"]
 
 
 def test_the_index_commits_a_shard_and_only_beside_it(layout: Layout, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""verify.py and recompute.py: what was cut, flipped, swapped, lost or added is found and named, and nothing else is."""
+"""What was cut, flipped, swapped, lost or added is named, and nothing else is."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from conftest import Run, encode, picture, write_manifest
+import xxhash
+from conftest import Run, encode, local_row, picture, tree, write_manifest
 
 from kimik3_prep.errors import InputError
-from kimik3_prep.reading.recompute import against_source, processor_folder
-from kimik3_prep.reading.verify import verify
+from kimik3_prep.images.decode import codec_versions
+from kimik3_prep.reading.verify import Comparison, Finding, Verification, verify
 
 
 @pytest.fixture(scope="module")
@@ -40,10 +41,17 @@ def copy(whole: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(whole, tmp_path / "out"))
 
 
-def problems(root: Path) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = verify(root)["problems"]
-    assert all(problem["file"] and problem["what"] and problem["todo"] for problem in found)
-    return found
+def findings(root: Path) -> tuple[Finding, ...]:
+    """What verify says; no advice of it destroys anything."""
+    result = verify(root).findings
+    assert all(finding.file and finding.what and finding.todo for finding in result)
+    assert not any(word in finding.todo for finding in result for word in ("delete", "remove", "--overwrite"))
+    return result
+
+
+def again(root: Path, manifest: Path, sample: int | None = None) -> Verification:
+    """Verify a run, and compute its images again."""
+    return verify(root, Comparison(str(manifest), sample))
 
 
 def flip(path: Path, at: int, bit: int = 0) -> None:
@@ -53,10 +61,8 @@ def flip(path: Path, at: int, bit: int = 0) -> None:
 
 
 def test_a_run_as_it_was_written(whole: Path) -> None:
-    report = verify(whole)
-    assert report["problems"] == []
-    assert (report["rows"], report["images"], report["shards"], report["finished"]) == (8, 5, 3, True)
-    assert report["bytes"] == sum(path.stat().st_size for path in whole.glob("shards/*.safetensors"))
+    size = sum(path.stat().st_size for path in whole.glob("shards/*.safetensors"))
+    assert verify(whole) == Verification(str(whole), True, 8, 5, 3, size, ())
 
 
 def test_any_flipped_bit_of_a_shard_is_found(copy: Path) -> None:
@@ -66,12 +72,12 @@ def test_any_flipped_bit_of_a_shard_is_found(copy: Path) -> None:
     places = [*range(24), *range(grids, grids + 48), *(chance.randrange(len(good)) for _ in range(40)), len(good) - 1]
     for at in places:
         flip(path, at, chance.randrange(8))
-        found = problems(copy)
-        assert [problem["file"] for problem in found] == ["shards/cpu-00001.safetensors"], at
-        assert "delete index.parquet, shards/cpu-00001.parquet and shards/cpu-00001.safetensors" in found[0]["todo"]
+        found = findings(copy)
+        assert [finding.file for finding in found] == ["shards/cpu-00001.safetensors"], at
+        assert "move index.parquet, shards/cpu-00001.parquet and shards/cpu-00001.safetensors out" in found[0].todo
         path.write_bytes(good)
     flip(path, grids + 48 + 5)
-    assert problems(copy)[0]["item"] == "n2"
+    assert findings(copy)[0].item == "n2"
 
 
 def cut(root: Path) -> None:
@@ -151,15 +157,16 @@ def other_run(root: Path) -> None:
 )
 def test_damage_is_named(copy: Path, damage: Callable[[Path], None], file: str, words: str) -> None:
     damage(copy)
-    assert any(problem["file"] == file and words in problem["what"] for problem in problems(copy)), problems(copy)
+    result = findings(copy)
+    assert any(finding.file == file and words in finding.what for finding in result), result
 
 
-def test_what_it_says_to_do_mends_it(copy: Path, whole: Path) -> None:
+def test_what_it_says_to_do_mends_it(copy: Path, whole: Path, tmp_path: Path) -> None:
     flip(copy / "shards" / "cpu-00001.safetensors", -5)
     for name in ("index.parquet", "shards/cpu-00001.parquet", "shards/cpu-00001.safetensors"):
-        (copy / name).unlink()
+        (copy / name).rename(tmp_path / Path(name).name)
     encode(whole.parent / "m.jsonl", copy, dtype="uint8", shard_size=80_000)
-    assert problems(copy) == []
+    assert tree(copy) == tree(whole)
 
 
 def test_no_output_folder(tmp_path: Path) -> None:
@@ -184,35 +191,72 @@ def test_the_command(copy: Path, run: Run) -> None:
 
 def test_against_the_images(copy: Path, whole: Path, run: Run) -> None:
     manifest = whole.parent / "m.jsonl"
-    report = against_source(copy, str(manifest), None, True, None)
-    assert (report["compared"], report["differences"]) == (5, [])  # the cut one was planned, and is not stored
-    assert against_source(copy, str(manifest), 2, True, None)["compared"] == 2
-    flip(copy / "shards" / "cpu-00002.safetensors", -1)
-    report = against_source(copy, str(manifest), None, True, None)
-    assert [found["item"] for found in report["differences"]] == ["n4"]
-    done = run("verify", copy, "--against-source", "--manifest", manifest)
-    assert done.returncode == 1
-    assert "the CPU backend gives other bytes" in done.stdout
+    report = again(copy, manifest)
+    assert (report.compared, report.findings) == (5, ())  # the cut one was planned, and is not stored
+    assert again(copy, manifest, sample=2).compared == 2
+    done = run("verify", copy, "--against-source", "--manifest", manifest, "--format", "json")
+    assert (done.returncode, json.loads(done.stdout)["compared"]) == (0, 5)
+
+
+def forge(root: Path, name: str) -> None:
+    """Change the last byte of a shard, and with it every checksum: stored features that nothing else contradicts."""
+    shard, index = root / "shards" / f"{name}.safetensors", root / "shards" / f"{name}.parquet"
+    flip(shard, -1)
+    rows = pq.read_table(index)
+    last = rows["patch_start"].to_pylist().index(max(rows["patch_start"].drop_null().to_pylist()))
+    count = 588 * rows["patch_count"][last].as_py()
+    digest = xxhash.xxh3_128_hexdigest(shard.read_bytes()[-count:])
+    change(f"shards/{name}.parquet", "checksum", digest, last)(root)
+    change("index.parquet", "checksum", digest, rows["item"][last].as_py())(root)
+
+
+def test_damage_and_difference_have_their_own_advice(copy: Path, whole: Path) -> None:
+    """A damaged image is not compared. Stored bytes that are as they were written are never called damaged."""
+    flip(copy / "shards" / "cpu-00001.safetensors", -1)
+    forge(copy, "cpu-00002")
+    report = again(copy, whole.parent / "m.jsonl")
+    damage, difference = report.findings
+    assert report.compared == 4
+    assert (damage.item, difference.item) == ("n3", "n4")
+    assert "checksum" in damage.what
+    assert "out of the folder" in damage.todo
+    assert difference.what.startswith("the CPU backend gives other bytes; its versions are the run's own: ")
+    assert difference.todo.startswith("nothing is damaged")
+
+
+def test_versions_that_differ_are_named(copy: Path, whole: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    forge(copy, "cpu-00002")
+    here = {**codec_versions(), "pillow": "99.1"}
+    monkeypatch.setattr("kimik3_prep.reading.verify.codec_versions", lambda: here)
+    (finding,) = again(copy, whole.parent / "m.jsonl").findings
+    assert f"versions differ: pillow {codec_versions()['pillow']} in the run and 99.1 here" in finding.what
+
+
+def test_a_damaged_plan_does_not_end_the_comparison_with_an_error(copy: Path, whole: Path) -> None:
+    (copy / "plan.parquet").write_bytes(b"PAR1")
+    report = again(copy, whole.parent / "m.jsonl")
+    assert report.compared == 0
+    assert [finding.file for finding in report.findings] == ["plan.parquet"]
 
 
 def test_images_that_changed_or_went_away(whole: Path, tmp_path: Path) -> None:
     moved = Path(shutil.copytree(whole.parent, tmp_path / "moved"))
     (moved / "0.png").unlink()
     shutil.copy(moved / "2.png", moved / "3.png")
-    found = against_source(moved / "out", str(moved / "m.jsonl"), None, True, None)["differences"]
-    assert [(f["item"], f["what"].split()[0]) for f in found] == [("n0", "cannot"), ("n3", "the")]
+    gone, other = again(moved / "out", moved / "m.jsonl").findings
+    assert (gone.item, gone.todo) == ("n0", "restore the image")
+    assert "cannot compute it: not_found" in gone.what
+    assert (other.item, other.what.startswith("the image is another one now (sha256:")) == ("n3", True)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "uint8"])
 def test_every_dtype_and_path_against_the_images(tmp_path: Path, dtype: str) -> None:
-    from test_prepare import local_row
-
     picture(300, 200, "RGBA").save(tmp_path / "a.png")
     rows = [{"id": "a", "image": "a.png"}, local_row(tmp_path, "b.npy", picture(30, 170))]
     manifest = write_manifest(tmp_path / "m.jsonl", rows)
     encode(manifest, tmp_path / "out", dtype=dtype)
-    assert verify(tmp_path / "out")["problems"] == []
-    assert against_source(tmp_path / "out", str(manifest), None, True, None) == {"compared": 2, "differences": []}
+    report = again(tmp_path / "out", manifest)
+    assert (report.compared, report.findings) == (2, ())
 
 
 def test_code_runs_only_when_it_was_allowed(copy: Path, run: Run) -> None:
@@ -221,10 +265,10 @@ def test_code_runs_only_when_it_was_allowed(copy: Path, run: Run) -> None:
     assert "--trust-remote-code" in done.stderr
 
 
-def test_a_missing_transformers_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_transformers_is_said(whole: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(InputError, match=r"pip install 'kimik3-prep\[verify\]'"):
-        processor_folder(Path("somewhere"), True)
+        verify(whole, Comparison(processor=Path("somewhere"), trusted=True))
 
 
 PROCESSOR = '''
@@ -271,7 +315,9 @@ def test_against_the_processor_of_a_checkpoint(tmp_path: Path, wrong: bool, run:
     options = ["--processor", folder, "--trust-remote-code", "--manifest", manifest]
     done = run("verify", tmp_path / "out", *options, env=home)
     assert done.returncode == int(wrong), done.stderr
-    assert ("the checkpoint's processor gives other bytes" in done.stdout) is wrong
+    assert ("the checkpoint's processor gives other bytes; its versions are the run's own: " in done.stdout) is wrong
+    assert ("nothing is damaged" in done.stdout) is wrong
+    assert "out of the folder" not in done.stdout
 
 
 @pytest.mark.parametrize("code", [None, "raise RuntimeError('no')", "class StandIn: pass", "def (:"])
@@ -301,5 +347,7 @@ def test_a_picture_that_failed_does_not_hide_where_the_others_are(tmp_path: Path
 
 
 def test_what_no_processor_looked_at_was_not_compared(copy: Path, whole: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kimik3_prep.reading.recompute._by_processor", lambda folder, recipe: lambda item, source: None)
-    assert against_source(copy, str(whole.parent / "m.jsonl"), None, False, Path("x"))["compared"] == 0
+    monkeypatch.setattr("kimik3_prep.reading.verify._load_processor", lambda folder, trusted: None)
+    monkeypatch.setattr("kimik3_prep.reading.verify._Processor.compute", lambda self, item, source: None)
+    comparison = Comparison(str(whole.parent / "m.jsonl"), backend=False, processor=Path("x"), trusted=True)
+    assert verify(copy, comparison).compared == 0

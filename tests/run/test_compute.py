@@ -13,8 +13,9 @@ from conftest import Silent, picture, write_manifest
 
 from kimik3_prep.errors import ItemError
 from kimik3_prep.output.plan import shard_plan
+from kimik3_prep.output.recipe import Recipe
 from kimik3_prep.run.check import Settings
-from kimik3_prep.run.compute import Recipe, features
+from kimik3_prep.run.compute import features
 from kimik3_prep.run.prepare import prepare
 
 
@@ -24,7 +25,7 @@ def test_the_recipe_of_a_run_gives_its_bytes(dtype: str, tmp_path: Path) -> None
         picture(90, 50, mode).save(tmp_path / name)
     manifest = write_manifest(tmp_path / "m.jsonl", [{"image": "a.png"}, {"image": "b.png"}])
     prepare(Settings(str(manifest), tmp_path / "out", "kimi-k3", "cpu", dtype, max_tokens=5), Silent())
-    recipe = Recipe.of_run(json.loads((tmp_path / "out" / "run.json").read_text())["facts"])
+    recipe = Recipe.from_facts(json.loads((tmp_path / "out" / "run.json").read_text())["facts"])
     index = pq.read_table(tmp_path / "out" / "index.parquet")
     for item in shard_plan("cpu-00000", pq.read_table(tmp_path / "out" / "plan.parquet")).items:
         values, content_hash = features(item, str(tmp_path / item.image), recipe)

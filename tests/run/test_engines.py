@@ -342,7 +342,7 @@ def jobs_of(manifest: Path, out: str) -> list[ShardJob]:
 
 def test_a_fault_in_a_worker_is_a_sentence(ray: Any, sources: Path) -> None:
     job = jobs_of(sources, "out")[0]
-    broken = replace(job, form=replace(job.form, dtype="float77"))
+    broken = replace(job, recipe=replace(job.recipe, dtype="float77"))
     with pytest.raises(RunError, match="shard cpu-00000 failed in its Ray worker: KeyError: 'float77'"):
         list(run_ray([broken], 1, "local", Control()))
 

@@ -12,13 +12,12 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import safetensors.numpy
-from conftest import picture, write_manifest
+from conftest import picture, recipe, write_manifest
 
 from kimik3_prep.checkpoint.config import PreprocessorConfig
 from kimik3_prep.errors import ItemError
 from kimik3_prep.manifest.read import read_manifest
 from kimik3_prep.output.plan import make_plan, shard_plan
-from kimik3_prep.output.shard_file import ShardFormat
 from kimik3_prep.output.spans import Headers, find_spans
 from kimik3_prep.run.jobs import Control, ShardJob
 from kimik3_prep.run.threads import Stopped
@@ -39,8 +38,8 @@ def job(folder: Path, config: PreprocessorConfig, root: str = "out", backend: st
     headers.height[:] = 40
     table = make_plan(manifest.items, spans, headers, config.grid_rule(), 10_000)
     shard = shard_plan(table["shard"][0].as_py(), table)
-    form = ShardFormat("uint8", 14, {"group": backend})
-    return ShardJob(folder / root, manifest.base, shard, form, config, 10**6, False, "cpu", 1 << 20)
+    made_by = recipe(config=config, dtype="uint8", max_pixels=10**6)
+    return ShardJob(folder / root, manifest.base, shard, made_by, "cpu", 1 << 20)
 
 
 @pytest.mark.parametrize("backend", ["cpu", "gpu"])
