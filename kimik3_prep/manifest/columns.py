@@ -11,6 +11,7 @@ import json
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, BinaryIO
 
 import pyarrow as pa
@@ -154,8 +155,10 @@ def arrow_rows(
                 part = batch.slice(begin, _BATCH)
                 if table is None:
                     head = part.slice(0, 1000)
-                    table = _Table(address, _image_columns(schema, select, lambda c, head=head: head[c].to_pylist()), digest)
-                    keep = [f.name for f in schema if f.name in {c.name for c in table.images} or not _is_binary(f.type)]
+                    columns = _image_columns(schema, select, partial(_first_of_arrow, head))
+                    table = _Table(address, columns, digest)
+                    images = {column.name for column in columns}
+                    keep = [field.name for field in schema if field.name in images or not _is_binary(field.type)]
                     for left_out in set(schema.names) - set(keep):
                         report.warn(name, f"the column {show(left_out)} holds binary, and is left out")
                 yield from table.rows(_as_text(part.select(keep), name, report), number, {})
@@ -196,7 +199,9 @@ def _image_columns(schema: pa.Schema, select: Selection, first: Callable[[str], 
                 found.append(_Column(field.name, "", False, False))
         elif column is not None:
             sure = field.name in said or (field.name in IMAGE_KEYS and not column.is_list)
-            if sure or any(map(begins_like_an_image, _bytes_in(first(field.name), column.field))):
+            cells = list(_bytes_in(first(field.name), column.field))
+            empty = not cells and column.has_path  # as the libraries write them, with no image so far
+            if sure or empty or any(map(begins_like_an_image, cells)):
                 found.append(column)
     return tuple(found)
 
@@ -236,6 +241,11 @@ def _bytes_in(values: list[Any], field: str) -> Iterator[bytes]:
             yield from _bytes_in(value, field)
         elif isinstance(inner := value.get(field) if isinstance(value, dict) else value, bytes):
             yield inner
+
+
+def _first_of_arrow(batch: pa.RecordBatch, name: str) -> list[Any]:
+    values: list[Any] = batch.column(name).to_pylist()
+    return values
 
 
 def _first_of_parquet(opened: Any, name: str) -> list[Any]:
@@ -301,7 +311,7 @@ def _chunks(opened: Any, group: int, column: _Column) -> list[Any]:
 
 def _fits(opened: Any, group: int, table: _Table, name: str, report: Report) -> bool:
     """Row groups of images are read whole, so none may be larger than memory can be expected to hold."""
-    size = sum(c.total_uncompressed_size for column in table.images for c in _chunks(opened, group, column))
+    size: int = sum(c.total_uncompressed_size for column in table.images for c in _chunks(opened, group, column))
     if size > _MOST_OF_A_GROUP:
         what = f"row group {group} holds {size:,} bytes of images"
         hint = "pyarrow.parquet.write_table(table, file, row_group_size=100) makes smaller ones"
@@ -315,14 +325,16 @@ def _all_there(opened: Any, group: int, column: _Column) -> bool | None:
     if column.is_list or chunk.statistics is None or not chunk.statistics.has_null_count:
         return None
     nulls = chunk.statistics.null_count
-    return nulls == 0 if nulls in (0, opened.metadata.row_group(group).num_rows) else None
+    return bool(nulls == 0) if nulls in (0, opened.metadata.row_group(group).num_rows) else None
 
 
 def _batches(opened: Any, group: int, leaves: list[str], size: int) -> Iterator[pa.RecordBatch]:
     if leaves:
         yield from opened.iter_batches(batch_size=size, columns=leaves, row_groups=[group])
     else:
-        yield pa.RecordBatch.from_struct_array(pa.array([{}] * opened.metadata.row_group(group).num_rows, pa.struct([])))
+        yield pa.RecordBatch.from_struct_array(
+            pa.array([{}] * opened.metadata.row_group(group).num_rows, pa.struct([]))
+        )
 
 
 # --- values -------------------------------------------------------------------------------------------------------

@@ -23,8 +23,7 @@ _PACKED = (".gz", ".bz2", ".xz", ".zst")
 _METADATA = ("metadata.jsonl", "metadata.csv", "metadata.parquet")
 _OF_DATASETS = ("dataset_dict.json", "state.json")
 
-#: The rows of a file, by its path.
-Read = Callable[[str], Iterator[Row]]
+_NAMES_A_FILE = ("file_name", "image", "path")
 
 
 @dataclass(slots=True)
@@ -50,7 +49,12 @@ class Folder:
             elif suffix in SUFFIXES:
                 folder.images.append(name)
             else:
-                kinds = ((_TARS, folder.tars), (_TABLES, folder.tables), (_LISTS, folder.lists), ((suffix,), folder.others))
+                kinds = (
+                    (_TARS, folder.tars),
+                    (_TABLES, folder.tables),
+                    (_LISTS, folder.lists),
+                    ((suffix,), folder.others),
+                )
                 next(files for suffixes, files in kinds if suffix in suffixes).append(name)
         return folder
 
@@ -139,21 +143,23 @@ def saved_dataset(root: str) -> list[str] | None:
     return None
 
 
-def image_rows(folder: Folder, read: Read, name_of: Callable[[str], str], report: Report) -> Iterator[Row]:
-    """A row for each image, by name; its id is its path. What a metadata file says of it comes along."""
-    said: dict[str, dict[str, Any]] = {}
-    for path in folder.metadata:
-        parent = os.path.dirname(path)
-        for row in read(path):
-            file = row.fields and next((k for k in ("file_name", "image", "path") if row.fields.get(k)), None)
-            if row.fields is None or not file or not isinstance(row.fields[file], str):
-                report.pass_over("descriptions without a file_name", f"{path}:{row.place}")
-                continue
-            others = {key: value for key, value in row.fields.items() if key != file}
-            said[os.path.normpath(os.path.join(parent, row.fields[file]))] = others
-    for number, path in enumerate(folder.images, 1):
-        others = said.pop(path, {})
-        renamed = {f"row_{key}" if key in ("id", "image") else key: value for key, value in others.items()}
-        yield Row(str(number), {"id": path, "image": name_of(path), **renamed})
-    for path in said:
+def image_rows(
+    images: list[str], said: Iterator[tuple[str, Row]], name_of: Callable[[str], str], report: Report
+) -> Iterator[Row]:
+    """A row for each image, by name, with what a metadata file says of it; its id is its path.
+
+    said: the rows of metadata files, each with the path of its file.
+    """
+    fields: dict[str, dict[str, Any]] = {}
+    for path, row in said:
+        values = row.fields or {}
+        key = next((key for key in _NAMES_A_FILE if isinstance(values.get(key), str)), None)
+        if key is None:
+            report.pass_over("descriptions without a file_name", f"{path}:{row.place}")
+            continue
+        others = {f"row_{k}" if k in ("id", "image") else k: value for k, value in values.items() if k != key}
+        fields[os.path.normpath(os.path.join(os.path.dirname(path), values[key]))] = others
+    for number, image in enumerate(images, 1):
+        yield Row(str(number), {"id": image, "image": name_of(image), **fields.pop(image, {})})
+    for path in fields:
         report.pass_over("descriptions without an image", path)

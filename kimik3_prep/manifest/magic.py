@@ -6,7 +6,6 @@ import base64
 import binascii
 import re
 import tarfile
-from collections.abc import Iterator
 from typing import NamedTuple
 
 from PIL import Image
@@ -14,7 +13,7 @@ from PIL import Image
 from kimik3_prep.images.decode import FORMATS
 
 #: What file names of images end in: the suffixes Pillow gives the formats that are decoded.
-SUFFIXES = frozenset(suffix for suffix, name in Image.EXTENSION.items() if name in (*FORMATS, "MPO"))
+SUFFIXES = frozenset(suffix for suffix, name in Image.EXTENSION.items() if name in (*FORMATS, "MPO", "DIB"))
 
 #: Bytes that tell the kind of a file: a tar has its mark in the first block.
 START = 512
@@ -120,10 +119,3 @@ def suffix_of(name: str) -> str:
 def names_an_image(text: str) -> bool:
     """Whether a text is a path or URL with the suffix of an image."""
     return len(text) < 4096 and suffix_of(text) in SUFFIXES and "\n" not in text and "\0" not in text
-
-
-def counted_suffixes(names: Iterator[str]) -> Iterator[tuple[str, str]]:
-    """Each name with the kind it is counted under: `.heic files`, `files without a suffix`."""
-    for name in names:
-        suffix = suffix_of(name)
-        yield (f"{suffix} files" if suffix else "files without a suffix"), name

@@ -20,9 +20,10 @@ import zlib
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from io import BufferedReader
 from itertools import islice
-from typing import Any, BinaryIO, cast
+from typing import Any, cast
 
 import numpy as np
 import pyarrow as pa
@@ -33,7 +34,7 @@ from kimik3_prep.manifest.columns import arrow_rows, parquet_rows
 from kimik3_prep.manifest.folder import Folder, files_of, image_rows, saved_dataset
 from kimik3_prep.manifest.magic import START, SUFFIXES, kind_of
 from kimik3_prep.manifest.report import MAX_PROBLEMS, PassedOver, Report, show
-from kimik3_prep.manifest.row import Item, Row, Selection, read_row
+from kimik3_prep.manifest.row import NO_SELECTION, Item, Row, Selection, read_row
 from kimik3_prep.manifest.tar import tar_rows
 from kimik3_prep.manifest.text import text_rows
 from kimik3_prep.remote import parent, scheme
@@ -85,7 +86,7 @@ class Manifest:
 
 
 def read_manifest(
-    path: str, limit: int | None = None, select: Selection = Selection(), image_dir: str | None = None
+    path: str, limit: int | None = None, select: Selection = NO_SELECTION, image_dir: str | None = None
 ) -> Manifest:
     """Read a source at a path or URL: a file of rows, a table, a tar, a folder, or a pattern for several.
 
@@ -96,7 +97,7 @@ def read_manifest(
     """
     report = Report()
     digest = hashlib.sha256()
-    if select != Selection():
+    if select != NO_SELECTION:
         digest.update(repr(select).encode())
     name = "<stdin>" if path == "-" else path
     base = base_of(path) if image_dir is None else image_dir if scheme(image_dir) else os.path.abspath(image_dir)
@@ -200,7 +201,9 @@ def _without_braces(pattern: str) -> list[str]:
     if numbers := _RANGE.match(match[1]):
         first, last, width = int(numbers[1]), int(numbers[2]), len(numbers[1])
         words = [str(number).zfill(width) for number in range(first, min(last, first + 10**6) + 1)]
-    return [each for word in words for each in _without_braces(pattern[: match.start()] + word + pattern[match.end() :])]
+    return [
+        each for word in words for each in _without_braces(pattern[: match.start()] + word + pattern[match.end() :])
+    ]
 
 
 def opened(path: str) -> AbstractContextManager[BufferedReader]:
@@ -208,7 +211,7 @@ def opened(path: str) -> AbstractContextManager[BufferedReader]:
     if scheme(path):
         return BufferedReader(remote.RemoteFile(path), _PIECE)
     if path != "-":
-        return open(path, "rb", buffering=1 << 16)
+        return open(path, "rb", 1 << 16)  # type: ignore[return-value]  # a BufferedReader, whatever its size
     if sys.stdin is None:  # so it is where a shell closed it: `<&-`
         raise OSError("standard input is closed")
     return nullcontext(cast("BufferedReader", sys.stdin.buffer))
@@ -250,11 +253,8 @@ class _Source:
     def _part_rows(self, parts: list[str]) -> Iterator[Row]:
         number = 0
         for part in parts:
-            if os.path.isdir(part) and not scheme(part):
-                rows = self._folder_rows(part)
-            else:
-                rows = self._file_rows(part, part)
-            for row in rows:
+            is_folder = not scheme(part) and os.path.isdir(part)
+            for row in self._folder_rows(part) if is_folder else self._file_rows(part, part):
                 number += 1
                 yield row._replace(place=str(number))
 
@@ -271,20 +271,23 @@ class _Source:
             folder.pass_over(self.report, *rest)
             yield from self._part_rows([_joined(path, part) for part in parts])
         elif folder.images:
-            self._mark(folder)
+            for image in folder.images:
+                self.digest.update(f"{image}\0".encode())
             folder.pass_over(self.report, folder.lists, folder.tables)
-            yield from image_rows(folder, lambda part: self._plain(path, part), lambda name: name_from(self.base, _joined(path, name)), self.report)
+            said = (row for part in folder.metadata for row in self._metadata(path, part))
+            yield from image_rows(folder.images, said, partial(self._name_below, path), self.report)
         else:
             folder.pass_over(self.report)
             yield from self._part_rows([_joined(path, part) for part in (*folder.metadata, *folder.lists)])
 
-    def _mark(self, folder: Folder) -> None:
-        """Let the names of the images be part of what the source is."""
-        for image in folder.images:
-            self.digest.update(f"{image}\0".encode())
+    def _name_below(self, folder: str, name: str) -> str:
+        return name_from(self.base, _joined(folder, name))
 
-    def _plain(self, folder: str, file: str) -> Iterator[Row]:
-        return self._file_rows(_joined(folder, file), f"{self.name}/{file}")
+    def _metadata(self, folder: str, file: str) -> Iterator[tuple[str, Row]]:
+        """The rows of a file that describes images, each with its place."""
+        name = f"{self.name}/{file}"
+        for row in self._file_rows(_joined(folder, file), name):
+            yield file, row
 
     def _hold_images(self, folder: str, tables: list[str]) -> bool:
         """Whether a folder's tables hold images: the others are lists of what lies beside them."""
@@ -321,7 +324,9 @@ class _Source:
         with _unpacked(file, packing) as plain:
             kind = kind_of(plain.peek(START)[:START])
             if kind.role != "text":
-                raise OSError(f"it is {kind.name} that is compressed, whose images have no offsets: decompress it first")
+                raise OSError(
+                    f"it is {kind.name} that is compressed, whose images have no offsets: decompress it first"
+                )
             yield from text_rows(plain, name, self.digest, self.report)
 
 
@@ -334,16 +339,10 @@ def _joined(folder: str, name: str) -> str:
 
 
 def _unpacked(file: BufferedReader, packing: str) -> BufferedReader:
-    plain: Any
-    if packing == "gzip":
-        plain = gzip.open(file)
-    elif packing == "bz2":
-        plain = bz2.open(file)
-    elif packing == "xz":
-        plain = lzma.open(file)
-    else:
-        plain = io.BufferedReader(cast("io.RawIOBase", pa.CompressedInputStream(pa.PythonFile(file), "zstd")))
-    return cast("BufferedReader", plain)
+    if packing == "zstd":
+        return io.BufferedReader(cast("io.RawIOBase", pa.CompressedInputStream(pa.PythonFile(file), "zstd")))
+    kinds: dict[str, Any] = {"gzip": gzip.open, "bz2": bz2.open, "xz": lzma.open}
+    return cast("BufferedReader", kinds[packing](file))
 
 
 # --- ids ----------------------------------------------------------------------------------------------------------

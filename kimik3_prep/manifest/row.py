@@ -7,7 +7,6 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, cast
 
@@ -62,6 +61,10 @@ class Selection:
     """Fields whose values make the id, joined by `/`."""
     number_rows: bool = False
     """Call each row by its number, from 0."""
+
+
+#: A person who says nothing.
+NO_SELECTION = Selection()
 
 
 class Row(NamedTuple):
@@ -121,9 +124,7 @@ class _Pictures(NamedTuple):
     """Whether items say where in the row they stand."""
 
 
-def read_row(
-    row: Row, number: int, where: str, report: Report, select: Selection = Selection()
-) -> list[Item]:
+def read_row(row: Row, number: int, where: str, report: Report, select: Selection = NO_SELECTION) -> list[Item]:
     """Return the row's items, its problems reported; none for a row that names no image, which is passed over.
 
     number: of the row in its source, from 0. A row with problems gives items too, because their ids may be another
@@ -136,8 +137,10 @@ def read_row(
     rest = dict(row.fields)
     local = _is_local(rest)
     _check_type(rest, where, report)
-    pictures = _Pictures([_picture(rest["features"], "features", "features", where, report)], False, ("features",))
-    if not local:
+    if local:
+        file = _picture(rest["features"], "features", "features", where, report)
+        pictures = _Pictures([file], False, ("features",))
+    else:
         pictures = _find(rest, row.cells, select, where, report)
     images = [picture for picture in pictures.found if picture is not None]
     if not images and report.total == before:  # nothing said yet explains why there is none
@@ -145,7 +148,9 @@ def read_row(
         return []
     kept = {key: value for key, value in rest.items() if key not in pictures.fields}
     if any(is_data_url(picture.image) for picture in images):
-        kept = {key: _without_pictures(value) if isinstance(value, (dict, list)) else value for key, value in kept.items()}
+        kept = {
+            key: _without_pictures(value) if isinstance(value, (dict, list)) else value for key, value in kept.items()
+        }
     if pictures.several:
         id = _take_id(kept, None, number, where, report, select)
         items = []
@@ -163,7 +168,7 @@ def read_row(
     id = _take_id(kept, images[0].image if images else None, number, where, report, select)
     if not images or not id:
         return []
-    if select != Selection():
+    if select != NO_SELECTION:
         kept = _renamed(kept, ("id", "image"))
     extra = _extra({**kept, **images[0].said}, where, report)
     path: Literal["deferred", "local"] = "local" if local else "deferred"
@@ -192,7 +197,9 @@ def _pass_over(rest: dict[str, Any], where: str, report: Report) -> None:
         return
     near = ""
     for key, value in rest.items():
-        if value is not None and (names := difflib.get_close_matches(key.lower(), IMAGE_KEYS, 1, 0.6)):
+        if value in _EMPTY or key in (*IMAGE_KEYS, *_MORE_KEYS):
+            continue
+        if names := difflib.get_close_matches(key.lower(), IMAGE_KEYS, 1, 0.6):
             near = f' (was "{names[0]}" meant by "{key[:80]}"?)'
     report.pass_over("rows without an image", where + near)
 
@@ -224,7 +231,10 @@ def _find(rest: dict[str, Any], cells: tuple[str, ...], select: Selection, where
         if key == "url" and _is_page(value):
             page = key
             continue
-        return _of_fields([(key, value)], where, report)
+        before = report.total
+        pictures = _of_fields([(key, value)], where, report)
+        if any(pictures.found) or report.total > before:
+            return pictures
     looked = _by_looks({key: value for key, value in rest.items() if key != page})
     return looked if looked.found or not page else _of_fields([(page, rest[page])], where, report)
 
@@ -301,7 +311,9 @@ def _by_looks(rest: dict[str, Any]) -> _Pictures:
     seen = {key: [one for one in ones if one is None or _rank(one) == best] for key, ones in seen.items()}
     holding = {key for key, ones in seen.items() if any(ones)}
     stems = {stem for key in holding if (stem := _NUMBER.sub("", key)) != key}
-    fields = [key for key, value in rest.items() if key in holding or (value in _EMPTY and _NUMBER.sub("", key) in stems)]
+    fields = [
+        key for key, value in rest.items() if key in holding or (value in _EMPTY and _NUMBER.sub("", key) in stems)
+    ]
     found = [one for key in fields for one in seen[key] or [None]]
     flat = tuple(key for key in fields if not _holds_more(rest[key]))
     several = len(found) > 1 or any(isinstance(rest[key], list) for key in fields)
@@ -315,7 +327,9 @@ def _seen(value: Any, role: str, depth: int) -> list[_Picture | None]:
         image = value if looks else base64_image(value)
         if image is None and scheme(value) is not None and _OF_PICTURES.search(role):
             image = value
-        return [] if image is None or " " in value.partition("://")[0] and scheme(value) else [_Picture(image, role, {})]
+        return (
+            [] if image is None or (" " in value.partition("://")[0] and scheme(value)) else [_Picture(image, role, {})]
+        )
     if depth == _DEEPEST or not isinstance(value, (list, dict)):
         return []
     if isinstance(value, list):
@@ -331,7 +345,9 @@ def _seen(value: Any, role: str, depth: int) -> list[_Picture | None]:
     fields = [(key, part) for key, part in value.items() if not (isinstance(part, str) and key in _PROSE)]
     texts = [one for key, part in fields if isinstance(part, str) for one in _seen(part, f"{role}.{key}", depth + 1)]
     best = max((_rank(one) for one in texts if one), default=0)  # one picture may be named by its path and its address
-    inner = [one for key, part in fields if not isinstance(part, str) for one in _seen(part, f"{role}.{key}", depth + 1)]
+    inner = [
+        one for key, part in fields if not isinstance(part, str) for one in _seen(part, f"{role}.{key}", depth + 1)
+    ]
     return [one for one in texts if one and _rank(one) == best] + inner
 
 
@@ -390,7 +406,7 @@ def reach(row: Any, path: str) -> list[tuple[str, Any]]:
 
 def _check_type(rest: dict[str, Any], where: str, report: Report) -> None:
     """Report a row that says it is no image. A `type` with other words is a field like any."""
-    for key in ("modality", "type"):
+    for key in ("type", "modality"):
         value = rest.get(key)
         word = value.lower() if isinstance(value, str) else ""
         if key == "type" and value not in (None, "image") and word != "image" and word not in _OTHER_TYPES:
@@ -405,7 +421,7 @@ def _check_type(rest: dict[str, Any], where: str, report: Report) -> None:
             elif word in _NOT_IMAGES:
                 hint = "remove the row"
             report.add(where, f"{key} {show(value)}: {_IMAGES_ONLY}", '"image"', hint)
-            rest.pop("type", None)
+            rest.pop("modality", None)
             return
 
 

@@ -22,7 +22,8 @@ _BLOCK = 512
 _MOST_OF_A_NAME = 1 << 20  # bytes of a header's extension
 _MOST_BESIDE = 16 << 20  # bytes of a description
 _KEPT = 64 << 20  # bytes of descriptions that are not read a second time
-_TEXTS = (".json", ".jsn", ".txt", ".text", ".transcript", ".caption", ".cls", ".cls2", ".class", ".count", ".index", ".id")
+_JSON = (".json", ".jsn")
+_TEXTS = (*_JSON, ".txt", ".text", ".transcript", ".caption", ".cls", ".cls2", ".class", ".count", ".index", ".id")
 _EXTENSIONS = (tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK, tarfile.XHDTYPE, tarfile.XGLTYPE)
 _KINDS = {
     **{tarfile.LNKTYPE: "a hard link", tarfile.SYMTYPE: "a symbolic link", tarfile.FIFOTYPE: "a named pipe"},
@@ -104,7 +105,11 @@ def _digest_descriptions(run: list[_Member], file: BinaryIO, digest: Any, conten
     if not any(member.is_image and not member.is_of_a_mac for member in run):
         return
     for member in run:
-        if member.name in (f"{member.key}.json", f"{member.key}.txt") and not member.kind and member.size <= _MOST_BESIDE:
+        if (
+            member.name in (f"{member.key}.json", f"{member.key}.txt")
+            and not member.kind
+            and member.size <= _MOST_BESIDE
+        ):
             content = _content(member, file)
             digest.update(content)
             if sum(map(len, contents.values())) < _KEPT:
@@ -142,7 +147,7 @@ def _beside(
             continue
         content = contents.pop(member.name, None)
         content = _content(member, file) if content is None else content
-        value = side_value(content, where, report) if suffix in (".json", ".jsn") else side_text(content, where, report)
+        value = side_value(content, where, report) if suffix in _JSON else side_text(content, where, report)
         if value is not None:
             for owner in [image.name for image in owners] or [member.key]:
                 found.setdefault(owner, {})[field] = value

@@ -28,7 +28,9 @@ _NUMBERS = ("width", "height")  # fields of cells that are read as integers
 _DELIMITERS = "\t,;|"
 _NAMED_DELIMITER = re.compile(r"sep=(.)\s*$")
 #: A path or URL with an image's suffix at the beginning of a line, and what follows it.
-_PATH = re.compile(rf"([^\t,;|]+?(?:{'|'.join(sorted(map(re.escape, SUFFIXES)))})(?:\?\S*)?)(?:[\s,;|]+(.*))?$", re.IGNORECASE)
+_PATH = re.compile(
+    rf"([^\t,;|]+?(?:{'|'.join(sorted(map(re.escape, SUFFIXES)))})(?:\?\S*)?)(?:[\s,;|]+(.*))?$", re.IGNORECASE
+)
 
 
 class _Hashed(io.RawIOBase):
@@ -57,7 +59,9 @@ def text_rows(file: BufferedReader, name: str, digest: Any, report: Report) -> I
     decoded = start.decode(encoding, "replace").removeprefix("\ufeff")
     lines = [line for line in decoded.splitlines() if line.strip()]
     if not decoded.isprintable() and any(ord(letter) < 32 and letter not in "\t\r\n\f" for letter in decoded):
-        report.add(name, "neither text nor a file of a known kind", "JSON Lines, CSV, Parquet, a tar or a folder of images")
+        report.add(
+            name, "neither text nor a file of a known kind", "JSON Lines, CSV, Parquet, a tar or a folder of images"
+        )
         return
     said: list[int] = []
     text = io.TextIOWrapper(io.BufferedReader(_Hashed(file, digest)), encoding, _fallback(said), newline="")
@@ -209,7 +213,9 @@ def _json_rows(file: BufferedReader, name: str, digest: Any, report: Report) -> 
         if first and _is_document(text, not file.peek(_SAMPLE)[:_SAMPLE].strip()):
             digest.update(rest := file.read(_MOST_OF_A_DOCUMENT))
             if len(rest) == _MOST_OF_A_DOCUMENT:
-                report.add(where, f"one JSON value of more than {_MOST_OF_A_DOCUMENT >> 30} GiB", "a JSON object a line")
+                report.add(
+                    where, f"one JSON value of more than {_MOST_OF_A_DOCUMENT >> 30} GiB", "a JSON object a line"
+                )
                 return
             yield from _document_rows(b"".join([*before, rest]), name, report)
             return
@@ -240,14 +246,19 @@ def _is_document(text: bytes, alone: bool) -> bool:
         return text[:1] == b"["
     whole = end == len(text.decode())
     if isinstance(value, list):
-        return whole and alone or text[:1] == b"[" and not whole
-    return whole and alone and any(_holds_rows(part) for part in value.values())
+        return alone or not whole
+    parts = value.values()
+    return whole and alone and (any(map(_holds_rows, parts)) or all(_holds_rows([part]) for part in parts))
 
 
 def _holds_rows(value: Any) -> bool:
     """Whether a list inside an object is one of rows: objects that name an image and say something of it."""
     first = value[0] if isinstance(value, list) and value else None
-    return isinstance(first, dict) and any(isinstance(first.get(key), str) for key in IMAGE_KEYS) and not is_address_only(first)
+    return (
+        isinstance(first, dict)
+        and any(isinstance(first.get(key), str) for key in IMAGE_KEYS)
+        and not is_address_only(first)
+    )
 
 
 class _Wrong:
@@ -263,7 +274,7 @@ def _value(content: bytes, where: str, report: Report) -> Any:
         return strict_json.parse_line(content, where)
     except strict_json.JsonProblem as problem:
         try:
-            mended = json.dumps(_decode_leniently(content.decode()), ensure_ascii=False, allow_nan=False)
+            mended = json.dumps(_lenient.decode(content.decode()), ensure_ascii=False, allow_nan=False)
             value = strict_json.parse_line(mended.encode("utf-8", "replace"), where)
         except (ValueError, RecursionError, strict_json.JsonProblem):
             report.add_problem(problem.problem)
@@ -284,7 +295,7 @@ def _finite(text: str) -> float | None:
     return value if abs(value) < float("inf") else None
 
 
-_decode_leniently = json.JSONDecoder(object_pairs_hook=_pairs, parse_constant=lambda _: None, parse_float=_finite).decode
+_lenient = json.JSONDecoder(object_pairs_hook=_pairs, parse_constant=lambda _: None, parse_float=_finite)
 
 
 def side_value(content: bytes, where: str, report: Report) -> Any:
@@ -341,7 +352,7 @@ _CLOSE = re.compile(r"\s*[\]}]\s*")
 
 
 def _document_rows(content: bytes, name: str, report: Report) -> Iterator[Row]:
-    """The rows of one JSON list, or of a list inside an object; one at a time, for all of them take ten times the text."""
+    """The rows of one JSON list, or of a list inside an object; one at a time, for all take ten times the text."""
     try:
         cursor = _Cursor(content.decode().removeprefix("\ufeff"), name)
         if cursor.skip(_BLANK) == "[":

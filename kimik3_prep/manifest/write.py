@@ -20,7 +20,7 @@ from kimik3_prep.images.decode import probe
 from kimik3_prep.manifest.missing import missing_files
 from kimik3_prep.manifest.read import Manifest, base_of, name_from, read_manifest
 from kimik3_prep.manifest.report import PassedOver
-from kimik3_prep.manifest.row import Selection
+from kimik3_prep.manifest.row import NO_SELECTION, Selection
 from kimik3_prep.remote import scheme
 
 _IN_MEMORY = 64 << 20  # bytes of the manifest; the rest waits in a temporary file until it is whole
@@ -34,7 +34,7 @@ class Wishes:
     source: str
     output: Path | None = None
     image_dir: str | None = None
-    select: Selection = Selection()
+    select: Selection = NO_SELECTION
     absolute: bool = False
     size: bool = False
     overwrite: bool = False
@@ -126,14 +126,16 @@ class _Lines:
 
     def _from_here(self, image: str) -> str:
         """How the written manifest names an image: relative to its own folder, for `encode` to find it there."""
-        if is_data_url(image) or scheme(image) or image[:7].lower() == "file://" or os.path.isabs(image):
+        resolved = resolve(image, self._manifest.base)
+        if is_data_url(image) or image[:7].lower() == "file://" or os.path.isabs(image):
             return image
-        file, inside = split(resolve(image, self._manifest.base))
-        return (file if self._wishes.absolute or scheme(file) else name_from(self._base, file)) + inside
+        file = split(resolved)[0]
+        stays = self._wishes.absolute or scheme(resolved) is not None
+        return resolved if stays else name_from(self._base, file) + resolved[len(file) :]
 
     def _read_size(self, path: str) -> dict[str, int]:
         try:
-            header, turned = probe(path), probe(path, turn=True)
+            header, turned = probe(path), probe(path, exif="apply")
         except ItemError:
             self.sizes_unknown += 1
             return {}

@@ -19,7 +19,7 @@ from kimik3_prep.screen.terminal import (
 )
 
 if TYPE_CHECKING:  # the others need no decoders
-    from kimik3_prep.manifest.folder import Gathered
+    from kimik3_prep.manifest.write import Gathered
     from kimik3_prep.reading.verify import Verification
 
 _CELL = 60  # most characters of a foreign text in a table
@@ -124,11 +124,10 @@ def print_gathered(found: Gathered) -> None:
     text = counted(found.items, "item")
     if found.of == "rows":
         text += f" of {counted(found.rows, 'row')}"
-    if found.passed_over:
-        what = ("other file", "") if found.of == "files" else ("row", " without an image")
-        text += f"; {counted(found.passed_over, what[0])}{what[1]} passed over"
-    if found.links:
-        text += f"; {counted(found.links, 'folder link')} not followed"
+    for kind in found.passed_over:
+        names = ", ".join(harmless(name, _CELL) for name in kind.names)
+        more = ", …" if kind.count > len(kind.names) else ""
+        say(err, f"passed over: {kind.count:,} {harmless(kind.kind, _CELL)}: {names}{more}")
     if found.sizes_unknown:
         text += f"; {counted(found.sizes_unknown, 'header')} could not be read"
     say(err, text + (f", in {found.output}" if found.output else ""))

@@ -12,8 +12,8 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-
 from kimik3_prep.manifest.records import read_records
+
 from kimik3_prep.manifest.row import Report
 
 ROWS = [{"a": 1, "b": [{"c": "é, [x] \n"}]}, {"a": None}, {}]
