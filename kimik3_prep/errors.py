@@ -4,7 +4,9 @@
     ├── InputError                bad manifest, config or option: all its `Problem`s at once (exit 2)
     │   └── PlanMismatch          the output folder holds a run with other settings (exit 2)
     ├── RunError                  the machine failed us: disk full, worker died (exit 3)
-    │   └── TooManyFailures       `--on-error fail` or `--max-failures` stopped the run (exit 3)
+    │   ├── TooManyFailures       `--on-error fail` or `--max-failures` stopped the run (exit 3)
+    │   └── CannotPrint           standard output takes no more text (exit 3)
+    ├── Interrupted               Ctrl-C (exit 130) or SIGTERM (exit 143) stopped the command
     ├── StoreError                stored features cannot be read: a shard is gone, damaged or of another run (exit 3)
     └── ItemError                 one item failed; recorded in the index, the run goes on
         └── FailedItem            the features of an item were asked for that failed when they were made
@@ -15,7 +17,7 @@ A class writes its own sentence; the command line only prints it.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Literal
 
 #: Why one item failed. The word goes into the index column `error_code`; treat it as a public interface.
@@ -44,30 +46,24 @@ INSTALL_RAY = "pip install 'kimik3-prep[ray]'"
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One thing that is wrong with the input, in the words of somebody who wants to mend it.
-
-    where: `file:line` or `file: JSON path`.
-    what: what was found there.
-    expected: what should be there instead; may be empty.
-    hint: what to do; may be empty.
-    severity: warnings are shown and the run goes on.
-    """
+    """One thing that is wrong with the input, in words that help to mend it."""
 
     where: str
+    """`file:line`, `file: JSON path`, or an option."""
     what: str
+    """What stands there."""
     expected: str = ""
+    """What should stand there; may be empty."""
     hint: str = ""
+    """What to do; may be empty."""
     severity: Literal["error", "warning"] = "error"
+    """A warning is shown and the command goes on."""
 
     def __str__(self) -> str:
         text = f"{self.where}: {self.what}"
         if self.expected:
             text += f"; expected {self.expected}"
         return f"{text} ({self.hint})" if self.hint else text
-
-    def as_dict(self) -> dict[str, str]:
-        """The five fields as JSON-ready strings."""
-        return asdict(self)
 
 
 class PrepError(Exception):
@@ -109,6 +105,24 @@ class RunError(PrepError):
 
 class TooManyFailures(RunError):
     """The run was told to stop at this many failed items."""
+
+
+class CannotPrint(RunError):
+    """Standard output takes no more text. Facts: the reason."""
+
+    def __str__(self) -> str:
+        return f"cannot write to standard output: {self.args[0]}"
+
+
+class Interrupted(PrepError):
+    """A signal stopped the command. Facts: the exit code, 130 for Ctrl-C and 143 for SIGTERM."""
+
+    def __init__(self, exit_code: int) -> None:
+        super().__init__(exit_code)
+        self.exit_code = exit_code
+
+    def __str__(self) -> str:
+        return "interrupted; committed shards stay valid, run the same command to continue"
 
 
 class ItemError(PrepError):

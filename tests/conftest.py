@@ -43,6 +43,13 @@ GOLDEN = Path(__file__).parent / "golden"
 BINARY = Path(sys.executable).with_name("kimik3-prep")
 
 
+#: What an id may hold: markup, an emoji code, a cleared screen, a renamed window, a forged line, a reversed reading
+#: order, the one-byte form of an escape sequence, and a file name that is not UTF-8.
+HOSTILE = "[red]a[/red] :cat: \x1b[2J\x1b]0;owned\x07\r\nerror: forged \u202egpj.exe \x9b31m\udcff"
+#: The same, letter by letter.
+SHOWN = "[red]a[/red] :cat: \\x1b[2J\\x1b]0;owned\\x07\\r\\nerror: forged \\u202egpj.exe \\x9b31m\\udcff"
+
+
 def golden_cases(name: str) -> list[dict[str, Any]]:
     """The rows of a golden list, `images` or `configs`."""
     return [json.loads(line) for line in (GOLDEN / f"{name}.jsonl").read_text().splitlines()]
@@ -147,6 +154,13 @@ def encode(manifest: Path, output: Path, **more: Any) -> Any:
     """Encode in this process, with the published config."""
     settings = Settings(manifest=str(manifest), output=output, config="kimi-k3", **more)
     return prepare(settings, Silent())
+
+
+def flip(path: Path, at: int, bit: int = 0) -> None:
+    """Flip one bit of a file."""
+    content = bytearray(path.read_bytes())
+    content[at] ^= 1 << bit
+    path.write_bytes(content)
 
 
 def tree(root: Path) -> dict[str, str]:

@@ -15,13 +15,11 @@ from typing import Any, Literal, NamedTuple
 
 from kimik3_prep.checkpoint.config import Background, PreprocessorConfig
 from kimik3_prep.checkpoint.grid import GridRule
+from kimik3_prep.checkpoint.levels import DTYPES
 from kimik3_prep.errors import InputError, Problem
 
 #: Version of everything on disk. A reader refuses any other.
 FORMAT = 1
-
-#: Bytes of one stored level, by `--dtype`.
-ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "uint8": 1}
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,12 +27,13 @@ class Recipe:
     """Everything that decides an item's bytes and its place. Two runs with equal recipes write equal files."""
 
     config: PreprocessorConfig
+    """The preprocessor config."""
 
     manifest: str
     """Digest of the manifest's rows."""
 
     limit: int | None
-    """Only the first rows of the manifest; None for all."""
+    """Only the first rows of the manifest; null: all."""
 
     backend: Literal["cpu", "gpu"]
     """For rows that choose none. It decides the shards, never a pixel."""
@@ -55,7 +54,7 @@ class Recipe:
     """An image with more pixels fails."""
 
     max_tokens: int | None
-    """An image with more tokens is scaled down; None: as the config says."""
+    """An image with more tokens is scaled down; null: as the config says."""
 
     exif: Literal["ignore", "apply"]
     """What happens to EXIF orientations."""
@@ -64,6 +63,7 @@ class Recipe:
     """Versions of Pillow and of the libraries it decodes with."""
 
     format: int = FORMAT
+    """Version of the files on disk."""
 
     # --- as JSON ---
 
@@ -110,7 +110,7 @@ class Recipe:
     @property
     def patch_bytes(self) -> int:
         """Bytes of one stored patch, 3 * p * p levels."""
-        return 3 * self.config.patch_size**2 * ITEM_BYTES[self.dtype]
+        return 3 * self.config.patch_size**2 * DTYPES[self.dtype].itemsize
 
 
 def fingerprint(facts: Mapping[str, Any]) -> str:
@@ -176,7 +176,7 @@ _RULES: dict[type, dict[str, _Rule]] = {
         "manifest": _TEXT,
         "limit": _or_null(_whole(1)),
         "backend": _one_of("cpu", "gpu"),
-        "dtype": _one_of(*ITEM_BYTES),
+        "dtype": _one_of(*DTYPES),
         "index_only": _FLAG,
         "shard_size": _whole(1),
         "dedupe": _one_of("path", "content", "off"),

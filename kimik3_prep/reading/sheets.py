@@ -17,11 +17,10 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from PIL import Image, ImageDraw, ImageFont
 
-from kimik3_prep.checkpoint.levels import level_table, stored_table
 from kimik3_prep.disk import write_whole
 from kimik3_prep.errors import InputError, Problem
 from kimik3_prep.manifest.report import show
-from kimik3_prep.output.shard_file import SAFETENSORS_DTYPES, Shard, open_shard
+from kimik3_prep.output.shard_file import Shard, open_shard
 from kimik3_prep.output.tables import read_index
 from kimik3_prep.reading import pictures
 
@@ -32,22 +31,6 @@ _GAP = 16
 _FONT_SIZE, _LEADING = 13, 17
 _CLOSEST = 8  # pixels between two lines
 _ABOUT = ("image_mean", "image_std", "merge_size")
-
-
-@dataclass(frozen=True, slots=True)
-class Sheet:
-    """One PNG that was written. rows: of the shard's `grid_thws`, one a thumbnail. strays: as in `pictures.Picture`."""
-
-    path: str
-    width: int
-    height: int
-    rows: tuple[int, ...]
-    strays: int
-
-    def __str__(self) -> str:
-        text = f"{self.path}: {self.width} x {self.height}, "
-        text += f"row {self.rows[0]}" if len(self.rows) == 1 else f"{len(self.rows)} images from row {self.rows[0]}"
-        return text + (f", {self.strays:,} values are no level: the nearest is shown" if self.strays else "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +47,7 @@ class _Image:
 
 def render(
     path: Path, folder: Path, ids: Sequence[str] = (), first: int = 20, grid: bool = False
-) -> Sequence[Sheet | pictures.Picture]:
+) -> Sequence[pictures.Sheet | pictures.Picture]:
     """Of a shard contact sheets of its first images, or those of `ids`; of an output folder `pictures.render`.
 
     Raises InputError, StoreError, RunError.
@@ -138,7 +121,7 @@ def _rows_of(shard: Shard, table: pa.Table | None, ids: Sequence[str]) -> list[i
 # --- drawing ------------------------------------------------------------------------------------------------------
 
 
-def _write(shard: Shard, images: Sequence[_Image], path: Path) -> Sheet:
+def _write(shard: Shard, images: Sequence[_Image], path: Path) -> pictures.Sheet:
     font = ImageFont.load_default(_FONT_SIZE)
     columns, lines = min(_COLUMNS, len(images)), math.ceil(len(images) / _COLUMNS)
     step = _SIDE + _GAP, _SIDE + 2 * _LEADING + _GAP
@@ -153,16 +136,15 @@ def _write(shard: Shard, images: Sequence[_Image], path: Path) -> Sheet:
         for line, text in enumerate((_caption(image, font), note)):
             draw.text((x, y + _SIDE + 3 + line * _LEADING), text, (0, 0, 0), font)
     write_whole(path, lambda target: page.save(target, "PNG"))
-    return Sheet(str(path), page.width, page.height, tuple(image.row for image in images), strays)
+    return pictures.Sheet(str(path), page.width, page.height, tuple(image.row for image in images), strays)
 
 
 def _thumbnail(shard: Shard, image: _Image) -> tuple[Image.Image, str, int]:
     """The image in its square, with its lines; what to say of it; its strays."""
     rows, cols = image.grid
-    dtype = {short: name for name, short in SAFETENSORS_DTYPES.items()}[shard.tensors["pixel_values"].dtype]
-    stored = stored_table(level_table(shard.metadata["image_mean"], shard.metadata["image_std"]), dtype)
+    entries = pictures.entries_of(shard.metadata["image_mean"], shard.metadata["image_std"], shard.dtype)
     patches = shard.raw("pixel_values")[image.begin : image.begin + rows * cols]
-    pixels, strays = pictures.put_together(np.asarray(patches), rows, cols, dtype, stored)
+    pixels, strays = pictures.put_together(np.asarray(patches), rows, cols, shard.dtype, entries)
     height, width = pixels.shape[:2]
     scale = _SIDE / max(width, height)
     scale = scale if scale < 1 else min(int(scale), _MOST_LARGER)  # whole pixels of the image stay squares

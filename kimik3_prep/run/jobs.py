@@ -8,8 +8,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import torch
-
 from kimik3_prep.checkpoint.config import PreprocessorConfig
 from kimik3_prep.errors import ItemError
 from kimik3_prep.images.address import resolve
@@ -17,7 +15,6 @@ from kimik3_prep.images.decode import Decoded, decode
 from kimik3_prep.images.source import Stamp
 from kimik3_prep.output.plan import PlannedItem, ShardPlan, planned_stamp
 from kimik3_prep.output.recipe import Recipe
-from kimik3_prep.pixels.cpu import TORCH_DTYPES
 from kimik3_prep.run.memory import Room, available_memory
 from kimik3_prep.run.threads import DEFAULT_ITEM_TIMEOUT
 
@@ -44,9 +41,9 @@ class ShardJob:
         return self.recipe.config
 
     @property
-    def dtype(self) -> torch.dtype:
+    def dtype(self) -> str:
         """The storage dtype."""
-        return TORCH_DTYPES[self.recipe.dtype]
+        return self.recipe.dtype
 
 
 @dataclass(frozen=True, slots=True)

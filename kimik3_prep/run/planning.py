@@ -10,6 +10,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from kimik3_prep.checkpoint.levels import DTYPES
 from kimik3_prep.errors import ItemError
 from kimik3_prep.images.address import resolve
 from kimik3_prep.images.decode import Probe, probe
@@ -17,7 +18,6 @@ from kimik3_prep.manifest.read import Manifest
 from kimik3_prep.output import mirror
 from kimik3_prep.output.folder import uncommit
 from kimik3_prep.output.plan import make_plan, split_shards
-from kimik3_prep.output.recipe import ITEM_BYTES
 from kimik3_prep.output.spans import GROUPS, Headers, Spans, find_spans, join_equal
 from kimik3_prep.output.tables import Layout, read_index, read_plan, write_plan
 from kimik3_prep.run.check import Checked, Reporter, Settings
@@ -45,7 +45,7 @@ def plan(settings: Settings, checked: Checked, reporter: Reporter, earlier: _Ear
     _read_headers(settings, checked.manifest, spans, wanted, headers, reporter)
     if settings.dedupe == "content":
         spans, headers = join_equal(spans, headers)
-    patch_bytes = 3 * checked.config.patch_size**2 * ITEM_BYTES[settings.dtype]
+    patch_bytes = 3 * checked.config.patch_size**2 * DTYPES[settings.dtype].itemsize
     shard_patches = max(1, settings.shard_size // patch_bytes)
     rule = checked.config.grid_rule()
     return make_plan(checked.manifest.items, spans, headers, rule, shard_patches, settings.max_tokens)

@@ -48,7 +48,7 @@ def dry_run(settings: Settings, reporter: Reporter) -> PlanSummary:
     """Check and plan, write nothing."""
     checked = check(settings, reporter)
     table = plan(settings, checked, reporter)
-    return summarize_plan(table, checked.config.patch_size)
+    return summarize_plan(table, checked.config.patch_size, settings.dtype)
 
 
 def prepare(settings: Settings, reporter: Reporter) -> RunSummary:
@@ -64,7 +64,7 @@ def prepare(settings: Settings, reporter: Reporter) -> RunSummary:
     finished = record is not None and layout.index.is_file() and not locks(layout.root)
     if finished and not settings.overwrite and not settings.retry_failed:
         open_run(layout, recipe, versions(), overwrite=False)  # compares, and writes nothing: the disk may be read-only
-        return summarize(layout, skipped=-1)
+        return summarize(layout, skipped=None)
     with mirror.staging(layout), only_run(layout.root):
         summary = _run(settings, checked, layout, recipe, reporter)
         mirror.leave(layout)
@@ -83,7 +83,7 @@ def _run(settings: Settings, checked: Checked, layout: Layout, recipe: Recipe, r
     elif settings.retry_failed:
         replan(settings, checked, layout, reporter)
     if layout.index.is_file():  # finished while this run waited to begin, or nothing had failed
-        return summarize(layout, -1, mirror.sizes(layout))
+        return summarize(layout, None, mirror.sizes(layout))
     mirror.publish(layout, layout.plan)
     skipped = 0
     if settings.index_only:

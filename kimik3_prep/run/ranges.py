@@ -91,7 +91,7 @@ def finish(root: Path, reporter: Reporter) -> RunSummary:
         if not layout.plan.is_file():
             raise RunError(f"{root} has no plan yet: run `kimik3-prep encode --shard-range` first")
         if layout.index.is_file():
-            return summarize(layout, skipped=-1)
+            return summarize(layout, skipped=None)
         names = _names(layout)
         if missing := [name for name in names if not layout.committed(name)]:
             more = f" and {len(missing) - _NAMED:,} more" if len(missing) > _NAMED else ""

@@ -68,7 +68,7 @@ def test_a_run_from_a_table_is_the_run_from_a_folder(tmp_path: Path, s3: Store, 
     extra = read_index(Layout(tmp_path / "tabled").index)["extra"].to_pylist()
     assert extra[1] == ('{"word":"w","image_path":"1.png"}' if nested else '{"word":"w"}')
     report = verify(tmp_path / "tabled", Comparison(pattern))
-    assert (report.compared, report.findings) == (7, ())
+    assert (report.compared, report.problems) == (7, ())
 
 
 @pytest.mark.parametrize("statistics", [True, False])
