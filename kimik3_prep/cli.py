@@ -229,7 +229,7 @@ def encode(
     work = run.dry_run if dry_run else ranges.prepare_range if settings.shard_range else run.prepare
     with ProgressReporter(progress) as reporter:
         summary = work(settings, reporter)
-    answers.give(replace(summary, warnings=tuple(reporter.warnings)), format)
+    answers.give(replace(summary, warnings=tuple(reporter.warnings), passed_over=reporter.passed_over), format)
     raise typer.Exit(1 if summary.failed else 0)
 
 
@@ -244,7 +244,7 @@ def finish(
 
     with ProgressReporter(False) as reporter:
         summary = ranges.finish(path, reporter)
-    answers.give(replace(summary, warnings=tuple(reporter.warnings)), format)
+    answers.give(replace(summary, warnings=tuple(reporter.warnings), passed_over=reporter.passed_over), format)
     raise typer.Exit(1 if summary.failed else 0)
 
 

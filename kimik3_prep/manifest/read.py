@@ -106,10 +106,12 @@ def read_manifest(
     batches: list[pa.RecordBatch] = []
     number = -1
     place = ""
+    fields: list[str] = []
     try:
         # Stops in front of the first row too many: nothing that stands there is a problem or part of the digest.
         for number, row in enumerate(islice(source.rows(), limit)):
             place = row.place
+            fields = fields or list(row.fields or ())[:20]
             items += read_row(row, number, f"{name}:{place}", report, select)
             if len(items) >= _BATCH:
                 batches.append(_batch(items, batches))
@@ -119,7 +121,7 @@ def read_manifest(
     table = pa.Table.from_batches(batches, ITEM_SCHEMA)
     _check_unique_ids(table, name, report)
     if not table.num_rows and not report.total:
-        _nothing_found(name, number + 1, select, report)
+        _nothing_found(name, fields, select, report)
     report.raise_problems()
     return Manifest(table, base, digest.hexdigest(), name, number + 1, report.all_warnings(name), report.passed_over)
 
@@ -134,14 +136,14 @@ def _batch(items: list[Item], before: list[pa.RecordBatch]) -> pa.RecordBatch:
     return pa.RecordBatch.from_arrays(arrays, schema=ITEM_SCHEMA)
 
 
-def _nothing_found(name: str, rows: int, select: Selection, report: Report) -> None:
-    if not rows:
+def _nothing_found(name: str, fields: list[str], select: Selection, report: Report) -> None:
+    if not fields:
         left = "".join(f"; passed over: {each.count:,} {each.kind}" for each in report.passed_over)
         report.add(name, f"the manifest has no items{left}", 'one JSON object per line, for example {"image": "a.jpg"}')
         return
-    example = report.passed_over[0].names[0] if report.passed_over else ""
-    expected = " or ".join(select.image_fields) or "a path, a URL or the bytes of an image in one of its fields"
-    report.add(name, f"no row names an image, such as {example}", expected, "--image-field NAME says where they are")
+    expected = " or ".join(select.image_fields) or "a path, a URL or the bytes of an image in one of their fields"
+    hint = f"--image-field NAME says which field it is; the rows have {', '.join(map(show, fields))}"
+    report.add(name, "no row names an image", expected, hint)
 
 
 def _cannot_read(error: Exception, place: str) -> str:

@@ -131,7 +131,9 @@ def _cell_rows(text: io.TextIOWrapper, sample: str, name: str, report: Report) -
         sample = sample.partition("\n")[2]
     delimiter, quoting = _dialect(sample, named[1] if named else "")
     spaced = re.search(f"{re.escape(delimiter)} ", sample.partition("\n")[0]) is not None
-    reader = csv.reader(text, delimiter=delimiter, quoting=quoting, skipinitialspace=spaced)
+    quoting = {**quoting, "strict": False}
+    reader = csv.reader(text, delimiter=delimiter, skipinitialspace=spaced, **quoting)
+    mend = _unquoted if quoting["quoting"] == csv.QUOTE_NONE else str
     header = [cell.removeprefix("\ufeff").strip() for cell in next(reader, [])]
     if len(header) < 2 and not any(map(names_an_image, sample.splitlines()[1:50])):
         what = "neither JSON nor cells under a header nor a path a line"
@@ -150,7 +152,7 @@ def _cell_rows(text: io.TextIOWrapper, sample: str, name: str, report: Report) -
             report.add(f"{name}:{place}", what, "as many cells as columns", hint)
             yield Row(place, None)
             continue
-        row: dict[str, Any] = {key: cell for key, cell in zip(header, cells, strict=True) if cell}
+        row: dict[str, Any] = {key: cell for key, cell in zip(header, map(mend, cells), strict=True) if cell}
         for key in _NUMBERS:
             if (digits := row.get(key, "")).isascii() and digits.isdecimal() and len(digits) < 10:
                 row[key] = int(digits)
@@ -171,22 +173,36 @@ def _with_its_picture(row: dict[str, Any], by_index: dict[str, str]) -> dict[str
     return row
 
 
-def _dialect(sample: str, delimiter: str) -> tuple[str, Any]:
-    """The separator of the cells, and whether quotes mean anything: what gives rows of equal length."""
-    best = (-1.0, 1)
-    chosen = (delimiter or ",", csv.QUOTE_MINIMAL)
-    for each in delimiter or _DELIMITERS:
-        for quoting in (csv.QUOTE_MINIMAL, csv.QUOTE_NONE):
-            lines = sample.splitlines(keepends=True)[: -1 if len(sample) > _SAMPLE // 4 else None] or [sample]
+#: How quotes may be meant, best first: as the format has them, as letters, as whoever wrote them may have meant them.
+_QUOTING: tuple[dict[str, Any], ...] = (
+    {"quoting": csv.QUOTE_MINIMAL, "strict": True},
+    {"quoting": csv.QUOTE_NONE},
+    {"quoting": csv.QUOTE_MINIMAL},
+)
+
+
+def _dialect(sample: str, named: str) -> tuple[str, dict[str, Any]]:
+    """The separator of the cells, and how quotes are meant: what gives the most rows of one length."""
+    lines = sample.splitlines(keepends=True)
+    if len(lines) > 1 and len(sample) > _SAMPLE // 5:  # the last one may be cut
+        lines.pop()
+    best, chosen = (-1.0, 1), (named or ",", _QUOTING[-1])
+    for delimiter in named or _DELIMITERS:
+        for quoting in _QUOTING:
             try:
-                rows = [row for row in csv.reader(lines, delimiter=each, quoting=quoting) if row]
+                rows = [row for row in csv.reader(lines, delimiter=delimiter, **quoting) if row]
             except csv.Error:
                 continue
             width = len(rows[0]) if rows else 0
-            score = sum(len(row) == width for row in rows) / len(rows) if width > 1 else -1
+            score = sum(len(row) == width for row in rows) / len(rows) if width > 1 else -1.0
             if (score, width) > best:
-                best, chosen = (score, width), (each, quoting)
+                best, chosen = (score, width), (delimiter, quoting)
     return chosen
+
+
+def _unquoted(cell: str) -> str:
+    """A cell without the quotes around it, whose quotes inside were not doubled."""
+    return cell[1:-1].replace('""', '"') if len(cell) > 1 and cell[0] == cell[-1] == '"' else cell
 
 
 # --- JSON ---------------------------------------------------------------------------------------------------------
@@ -241,7 +257,7 @@ def _is_document(text: bytes, alone: bool) -> bool:
     try:
         value, end = json.JSONDecoder().raw_decode(text.decode())
     except json.JSONDecodeError as error:
-        return error.pos >= len(error.doc) or error.msg.startswith("Unterminated")
+        return text[:1] == b"[" or error.pos >= len(error.doc) or error.msg.startswith("Unterminated")
     except (UnicodeDecodeError, RecursionError, ValueError):
         return text[:1] == b"["
     whole = end == len(text.decode())

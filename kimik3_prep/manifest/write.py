@@ -50,15 +50,15 @@ class Gathered:
     """The manifest, as it was given; null for standard output."""
     of: Literal["files", "rows"]
     """What the source is made of."""
-    items: int
+    items: int = 0
     """Rows of the manifest."""
-    rows: int
+    rows: int = 0
     """Images of a folder, or rows of a list."""
-    passed_over: tuple[PassedOver, ...]
+    passed_over: tuple[PassedOver, ...] = ()
     """What the source holds that became no item, by kind."""
-    sizes_unknown: int
+    sizes_unknown: int = 0
     """Images without width and height in the manifest although `--size` asked for them."""
-    warnings: tuple[Problem, ...]
+    warnings: tuple[Problem, ...] = ()
     """What the reader should know, and nothing stops at."""
 
 

@@ -16,7 +16,7 @@ from kimik3_prep.errors import INSTALL_RAY, InputError, Problem
 from kimik3_prep.images.address import is_data_url, resolve, split
 from kimik3_prep.images.decode import DEFAULT_MAX_PIXELS
 from kimik3_prep.manifest.read import ITEM_SCHEMA, Manifest, base_of, is_pattern, read_manifest
-from kimik3_prep.manifest.report import show
+from kimik3_prep.manifest.report import PassedOver, show
 from kimik3_prep.manifest.row import NO_SELECTION, Selection
 from kimik3_prep.output.mirror import staging_folder
 from kimik3_prep.remote import protocol_problem, scheme
@@ -68,6 +68,9 @@ class Reporter(Protocol):
 
     def warn(self, problem: Problem) -> None:
         """Something to know that stops nothing."""
+
+    def pass_over(self, kinds: tuple[PassedOver, ...]) -> None:
+        """What the source holds that became no item."""
 
     def phase(self, name: str, total: int) -> None:
         """A stage of `total` images begins."""
@@ -144,6 +147,7 @@ def check(settings: Settings, reporter: Reporter) -> Checked:
         manifest = read_manifest(settings.manifest, settings.limit, settings.select, settings.image_dir)
         for warning in manifest.warnings:
             reporter.warn(warning)
+        reporter.pass_over(manifest.passed_over)
         found = [*_unknown_protocols(manifest), *(_odd_grids(manifest, config) if config else [])]
         if settings.image_root is not None:
             found += _outside(manifest, settings.image_root)

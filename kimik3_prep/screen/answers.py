@@ -20,6 +20,7 @@ from kimik3_prep.screen.terminal import (
     out,
     print_histogram,
     print_json,
+    print_passed_over,
     print_problem,
     print_table,
     say,
@@ -28,7 +29,6 @@ from kimik3_prep.screen.terminal import (
 
 if TYPE_CHECKING:  # a command imports the room that makes its document; the others would only take time
     from kimik3_prep.checkpoint.config import ConfigReport
-    from kimik3_prep.manifest.report import PassedOver
     from kimik3_prep.manifest.write import Gathered
     from kimik3_prep.output.totals import PlanSummary, RangeSummary, RunSummary
     from kimik3_prep.reading.inspection import IndexDescription, LargeImage, OutputDescription, ShardDescription, Totals
@@ -134,14 +134,6 @@ def print_config(report: ConfigReport) -> None:
         print_problem(problem)
     if report.restored is not None:
         say(out, f"restored {', '.join(report.restored) or 'nothing, no key is missing'}")
-
-
-def print_passed_over(kinds: tuple[PassedOver, ...]) -> None:
-    """What a source holds that became no item, a line for each kind, on stderr."""
-    for kind in kinds:
-        names = ", ".join(harmless(name, CELL) for name in kind.names)
-        more = ", …" if kind.count > len(kind.names) else ""
-        say(err, f"{kind.count:,} {harmless(kind.kind, CELL)}: {names}{more}", "passed over: ")
 
 
 def print_gathered(gathered: Gathered) -> None:

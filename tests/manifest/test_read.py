@@ -556,7 +556,7 @@ def test_many_parquet_rows_keep_their_order(tmp_path: Path) -> None:
 def test_parquet_without_rows_or_columns(tmp_path: Path) -> None:
     assert problem_of(saved_parquet(tmp_path, {"image": pa.array([], pa.string())})).what == "the manifest has no items"
     assert problem_of(saved_parquet(tmp_path, {})).what == "the manifest has no items"
-    assert problem_of(saved_parquet(tmp_path, {"caption": ["x"]})).what.startswith("no row names an image, such as ")
+    assert problem_of(saved_parquet(tmp_path, {"caption": ["x"]})).what == "no row names an image"
 
 
 def test_damaged_parquet(tmp_path: Path) -> None:
