@@ -139,9 +139,9 @@ def encode(
     ] = "float32",
     shard_size: Annotated[str, typer.Option(help="Most bytes of a shard: 200MB, 2GiB.")] = "512MiB",
     workers: Annotated[
-        int | None, typer.Option("--workers", "-j", min=1, help="Image threads. Default: one a processor.")
+        int | None, typer.Option("--workers", "-j", min=1, help="Worker processes. Default: one a processor.")
     ] = None,
-    engine: Annotated[Literal["local", "ray"], typer.Option(help="Fill shards in this process, or as Ray tasks.")] = (
+    engine: Annotated[Literal["local", "ray"], typer.Option(help="Fill shards on this machine, or as Ray tasks.")] = (
         "local"
     ),
     ray_address: Annotated[
@@ -193,6 +193,7 @@ def encode(
     from kimik3_prep.output.plan import parse_size
     from kimik3_prep.run import check, ranges
     from kimik3_prep.run import prepare as run
+    from kimik3_prep.run.machine import processors
     from kimik3_prep.screen.progress import ProgressReporter
 
     folder, store = check.destination(output, staging, manifest)
@@ -206,7 +207,7 @@ def encode(
         device=device,
         batch_bytes=parse_size(batch_bytes, "--batch-bytes"),
         shard_size=parse_size(shard_size, "--shard-size"),
-        workers=workers or check.default_workers(),
+        workers=workers or processors(),
         dedupe=dedupe,
         max_tokens=max_tokens,
         exif=exif,

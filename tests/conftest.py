@@ -175,12 +175,10 @@ def flip(path: Path, at: int, bit: int = 0) -> None:
     path.write_bytes(content)
 
 
-def tree(root: Path) -> dict[str, str]:
-    """The digest of every file, and the names of all folders."""
-    return {
-        str(path.relative_to(root)): hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else "folder"
-        for path in sorted(root.rglob("*"))
-    }
+def tree(root: Path, *, but: Collection[str] = ()) -> dict[str, str]:
+    """The digest of every file below a folder; files of the names in `but` are left out."""
+    files = sorted(path for path in root.rglob("*") if path.is_file() and path.name not in but)
+    return {str(path.relative_to(root)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
 
 
 def local_row(folder: Path, name: str, image: Any, **more: Any) -> dict[str, Any]:

@@ -27,8 +27,8 @@ HOUSE: dict[str, tuple[str, ...]] = {
     "pixels": ("resample", "tensors", "cpu", "device", "ready"),
     "output": ("recipe", "spans", "plan", "shard_file", "tables", "folder", "mirror", "totals"),
     "run": (
-        *("threads", "memory", "devices", "compute", "jobs", "work", "engines"),
-        *("check", "planning", "prepare", "ranges"),
+        *("machine", "spool", "item", "worker", "workers", "shard", "ray"),
+        *("devices", "check", "planning", "fill", "prepare", "ranges"),
     ),
     "reading": ("stored", "engines", "features", "training", "verify", "pictures", "sheets", "inspection"),
     "screen": ("terminal", "progress", "answers", "process"),
@@ -47,7 +47,7 @@ ORDER = [
 LIBRARIES = {
     "typer": {"screen.process", "cli"},
     "rich": {"screen.terminal", "screen.progress"},
-    "ray": {"run.engines"},
+    "ray": {"run.ray"},
     "safetensors": {"output.shard_file", "pixels.ready"},
     "fsspec": {"remote"},
 }
@@ -65,7 +65,7 @@ SEAMS = {
     ("images.source", "foreign_errors"),
     ("images.decode", "_orientation"),
     ("remote", "asked"),
-    ("run.threads", "_work"),
+    ("run.worker", "_answer"),
     ("reading.verify", "_load_processor"),
     ("screen.process", "run_command"),
 }

@@ -21,7 +21,9 @@ from kimik3_prep.manifest.row import NO_SELECTION, Selection
 from kimik3_prep.output.mirror import staging_folder
 from kimik3_prep.remote import protocol_problem, scheme
 from kimik3_prep.run.devices import auto_backend, find_devices
-from kimik3_prep.run.threads import DEFAULT_ITEM_TIMEOUT
+
+#: Seconds; far above what the largest allowed image takes to decode.
+DEFAULT_ITEM_TIMEOUT = 300.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,11 +119,6 @@ def destination(output: str | None, staging: Path | None, manifest: str) -> tupl
         raise InputError([Problem(output, "a web server takes no files", "a folder or an object store", hint)])
     url = output.rstrip("/")
     return staging or staging_folder(url), url
-
-
-def default_workers() -> int:
-    """One image thread a processor this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def check(settings: Settings, reporter: Reporter) -> Checked:

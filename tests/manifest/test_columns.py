@@ -104,9 +104,9 @@ def test_row_groups_that_no_memory_holds_are_refused(tmp_path: Path, monkeypatch
 def test_cells_that_are_not_there(tmp_path: Path) -> None:
     path = saved(tmp_path / "m.parquet", [{"image": b"1", "word": "a"}, {"image": None, "word": "b"}])
     assert read_file(f"{path}!parquet:0!image")[0] == b"1"
-    for cell in ("9!image", "0!none", "1!image", "0!word"):
+    for place in ("9!image", "0!none", "1!image", "0!word"):
         with pytest.raises(ItemError, match=r"row|column"):
-            read_file(f"{path}!parquet:{cell}")
+            read_file(f"{path}!parquet:{place}")
     (tmp_path / "no.parquet").write_bytes(b"PAR1 and nothing")
     with pytest.raises(ItemError, match="corrupt"):
         decode(f"{tmp_path}/no.parquet!parquet:0!image")
