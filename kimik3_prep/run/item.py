@@ -27,7 +27,7 @@ from kimik3_prep.disk import disk_errors
 from kimik3_prep.errors import FileReplaced, ItemError, PatchesMissing
 from kimik3_prep.images.address import resolve, split
 from kimik3_prep.images.decode import Decoded, Exif, decode, probe
-from kimik3_prep.images.source import Encoded, Stamp, foreign_errors, read_whole
+from kimik3_prep.images.source import Encoded, Stamp, foreign_errors, read_head, read_whole
 from kimik3_prep.output.recipe import Recipe
 from kimik3_prep.pixels.cpu import PatchMaker, pixels_for_device, rgb_pixels
 from kimik3_prep.pixels.ready import cast_features, read_features
@@ -167,7 +167,9 @@ def decode_item(
     size = (item.width, item.height)
     source = encoded or resolve(item.image, base)
     try:
-        decoded = decode(source, recipe.max_pixels, item.stamp if same_file else None, recipe.exif, size)
+        decoded = decode(
+            source, recipe.max_pixels, item.stamp if same_file else None, recipe.exif, size, recipe.formats
+        )
     except ItemError as error:
         if error.code != "size_mismatch":
             raise
@@ -258,17 +260,32 @@ class ProbeImages:
     hash: bool
     """Read the whole file for its hash."""
 
+    formats: tuple[str, ...] = ()
+    """Extra formats that may be read."""
+
     def __call__(self, payload: str, encoded: Encoded | None) -> Header:
         """Probe one image. Raises ItemError."""
-        keep = spool.MOST if spool.mine is not None and is_slow(payload, self.base) else 0
-        probed = probe(encoded or resolve(payload, self.base), self.max_pixels, self.exif, self.hash, keep)
+        source = resolve(payload, self.base)
+        complete = encoded is not None and (encoded.stamp is None or len(encoded.content) == encoded.stamp.size)
+        try:
+            keep = spool.MOST if complete else 0
+            probed = probe(encoded or source, self.max_pixels, self.exif, self.hash, keep, self.formats)
+        except ItemError:
+            if encoded is None or complete:
+                raise
+            # The header goes on behind the first bytes.
+            probed = probe(source, self.max_pixels, self.exif, formats=self.formats)
         stamp = None if probed.stamp is None else (probed.stamp.size, probed.stamp.mtime_ns)
         kept = spool.mine.keep(probed.encoded) if probed.encoded is not None and spool.mine is not None else None
         return Header(probed.width, probed.height, probed.mode, probed.format, stamp, probed.content_hash, kept)
 
     def fetch(self, payload: str) -> Callable[[], Encoded] | None:
-        """Return how the whole file is fetched from a slow place; headers alone are fetched when they are read."""
-        return _fetch(payload, self.base) if self.hash else None
+        """Return how the file, or its first bytes, are fetched from a slow place."""
+        if self.hash or not is_slow(payload, self.base):
+            return _fetch(payload, self.base)
+        if self.exif == "apply":  # a PNG's orientation may stand behind its pixels
+            return None
+        return functools.partial(read_head, resolve(payload, self.base))
 
 
 @dataclass(frozen=True, slots=True)
