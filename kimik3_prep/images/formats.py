@@ -69,6 +69,17 @@ def decoder(name: str) -> tuple[Any, Callable[[bytes], bool]]:
         raise InputError([Problem("--formats", what, hint=f"pip install 'kimik3-prep[{name}]'")]) from error
 
 
+def missing(names: Iterable[str]) -> list[Problem]:
+    """Return a problem for each of these formats whose package is missing."""
+    problems: list[Problem] = []
+    for name in names:
+        try:
+            decoder(name)
+        except InputError as error:
+            problems += error.problems
+    return problems
+
+
 def versions(names: Iterable[str]) -> dict[str, str]:
     """Return the versions of the packages that read these formats. Raises InputError where one is missing."""
     for name in names:

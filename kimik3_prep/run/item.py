@@ -167,9 +167,8 @@ def decode_item(
     size = (item.width, item.height)
     source = encoded or resolve(item.image, base)
     try:
-        decoded = decode(
-            source, recipe.max_pixels, item.stamp if same_file else None, recipe.exif, size, recipe.formats
-        )
+        stamp = item.stamp if same_file else None
+        decoded = decode(source, recipe.max_pixels, stamp, recipe.exif, size, recipe.formats)
     except ItemError as error:
         if error.code != "size_mismatch":
             raise

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import io
+import json
 import sys
 import types
 from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import picture
+from conftest import encode, picture, write_manifest
 from PIL import Image, ImageFile
 
 from kimik3_prep.errors import InputError, ItemError, LibraryRefuses
@@ -83,6 +84,34 @@ def test_a_missing_package_is_said_with_what_installs_it(
     assert decode(str(tmp_path / "a.png")).format == "PNG"
 
 
+@pytest.mark.parametrize("options", [{}, {"index_only": True}])
+def test_a_missing_package_is_said_before_any_work(
+    options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "pillow_heif", None)
+    picture(30, 20).save(tmp_path / "a.png")
+    manifest = write_manifest(tmp_path / "m.jsonl", [{"id": "a", "image": "a.png"}])
+    with pytest.raises(InputError, match=r"pip install 'kimik3-prep\[heif\]'"):
+        encode(manifest, tmp_path / "out", formats=("heif",), **options)
+    assert not (tmp_path / "out").exists()
+
+
+def test_pictures_of_both_packages_in_a_run(tmp_path: Path) -> None:
+    pytest.importorskip("pillow_heif")
+    pytest.importorskip("pillow_jxl")
+    for name in EXTRAS:
+        import_plugin(name)
+        picture(64, 40).save(tmp_path / f"a.{name}", EXTRAS[name].pillow_name)
+    rows = [{"id": name, "image": f"a.{name}"} for name in EXTRAS]
+    manifest = write_manifest(tmp_path / "m.jsonl", rows)
+    plain, both = encode(manifest, tmp_path / "plain"), encode(manifest, tmp_path / "both", formats=("heif", "jxl"))
+    assert (plain.failed, both.failed) == (2, 0)
+    facts = json.loads((tmp_path / "both" / "run.json").read_text())["facts"]
+    assert facts["formats"] == ["heif", "jxl"]
+    assert {"pillow-heif", "pillow-jxl-plugin"} <= facts["decoders"].keys()
+    assert "formats" not in json.loads((tmp_path / "plain" / "run.json").read_text())["facts"]
+
+
 def test_a_library_that_cannot_be_loaded_is_no_absent_one(monkeypatch: pytest.MonkeyPatch) -> None:
     real = decoding.import_module
 
@@ -147,6 +176,7 @@ def test_a_jxl_picture_with_too_many_pixels_never_reaches_its_decoder(
     plugin.JXLImageFile = Greedy  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "pillow_jxl", types.ModuleType("pillow_jxl"))
     monkeypatch.setitem(sys.modules, "pillow_jxl.JpegXLImagePlugin", plugin)
+    monkeypatch.setitem(Image.OPEN, "JXL", (Greedy, None))  # decode puts it there: it must not stay
     (tmp_path / "a.jxl").write_bytes(LARGE)
     for look in (probe, decode):
         with pytest.raises(ItemError, match="too_many_pixels: 200,000 x 70,000 pixels"):
