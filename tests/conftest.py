@@ -43,6 +43,13 @@ GOLDEN = Path(__file__).parent / "golden"
 BINARY = Path(sys.executable).with_name("kimik3-prep")
 
 
+#: What an id may hold: markup, an emoji code, a cleared screen, a renamed window, a forged line, a reversed reading
+#: order, the one-byte form of an escape sequence, and a file name that is not UTF-8.
+HOSTILE = "[red]a[/red] :cat: \x1b[2J\x1b]0;owned\x07\r\nerror: forged \u202egpj.exe \x9b31m\udcff"
+#: The same, letter by letter.
+SHOWN = "[red]a[/red] :cat: \\x1b[2J\\x1b]0;owned\\x07\\r\\nerror: forged \\u202egpj.exe \\x9b31m\\udcff"
+
+
 def golden_cases(name: str) -> list[dict[str, Any]]:
     """The rows of a golden list, `images` or `configs`."""
     return [json.loads(line) for line in (GOLDEN / f"{name}.jsonl").read_text().splitlines()]
@@ -156,12 +163,10 @@ def flip(path: Path, at: int, bit: int = 0) -> None:
     path.write_bytes(content)
 
 
-def tree(root: Path) -> dict[str, str]:
-    """The digest of every file, and the names of all folders."""
-    return {
-        str(path.relative_to(root)): hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else "folder"
-        for path in sorted(root.rglob("*"))
-    }
+def tree(root: Path, *, but: Collection[str] = ()) -> dict[str, str]:
+    """The digest of every file below a folder; files of the names in `but` are left out."""
+    files = sorted(path for path in root.rglob("*") if path.is_file() and path.name not in but)
+    return {str(path.relative_to(root)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
 
 
 def local_row(folder: Path, name: str, image: Any, **more: Any) -> dict[str, Any]:

@@ -20,17 +20,17 @@ CONTRIBUTING = ROOT / ".github" / "CONTRIBUTING.md"
 #: The house from the bottom up. A room imports from rooms before it, and a file from files before it in its room.
 #: A new file gets a place here; CONTRIBUTING.md shows the same house.
 HOUSE: dict[str, tuple[str, ...]] = {
-    "": ("__init__", "errors", "strict_json", "disk", "offsets", "remote"),
+    "": ("__init__", "errors", "strict_json", "disk", "remote"),
     "checkpoint": ("levels", "grid", "rules", "config"),
     "images": ("address", "cell", "source", "decode"),
     "manifest": ("row", "tar", "columns", "read", "records", "folder"),
     "pixels": ("resample", "tensors", "cpu", "device", "ready"),
     "output": ("recipe", "spans", "plan", "shard_file", "tables", "folder", "mirror", "totals"),
     "run": (
-        *("threads", "memory", "devices", "compute", "jobs", "work", "engines"),
-        *("check", "planning", "prepare", "ranges"),
+        *("machine", "spool", "item", "worker", "workers", "shard", "ray"),
+        *("devices", "check", "planning", "fill", "prepare", "ranges"),
     ),
-    "reading": ("stored", "features", "training", "verify", "inspection", "pictures", "sheets"),
+    "reading": ("stored", "engines", "features", "training", "verify", "pictures", "sheets", "inspection"),
     "screen": ("terminal", "progress", "answers", "process"),
 }
 DOORS = ("cli", "__main__")
@@ -47,14 +47,14 @@ ORDER = [
 LIBRARIES = {
     "typer": {"screen.process", "cli"},
     "rich": {"screen.terminal", "screen.progress"},
-    "ray": {"run.engines"},
+    "ray": {"run.ray"},
     "safetensors": {"output.shard_file", "pixels.ready"},
     "fsspec": {"remote"},
 }
 #: Modules that import torch as they are imported. Nothing on the way to --help, inspect or a dry run imports these.
 OF_TORCH = {
     *("pixels.resample", "pixels.tensors", "pixels.device"),
-    *("reading.features", "reading.training"),
+    *("reading.engines", "reading.features", "reading.training"),
 }
 
 #: What the package itself offers: type checkers see the import, and it runs when somebody asks for the name.
@@ -63,10 +63,11 @@ FRONT_DOOR = {"reading.features", "reading.training"}
 #: Where foreign exceptions of any kind are caught, to be translated.
 SEAMS = {
     ("images.source", "foreign_errors"),
+    ("images.decode", "_orientation"),
     ("remote", "asked"),
-    ("run.threads", "_work"),
+    ("run.worker", "_answer"),
     ("reading.verify", "_load_processor"),
-    ("screen.process", "exit_codes"),
+    ("screen.process", "run_command"),
 }
 
 

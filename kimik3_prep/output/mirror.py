@@ -22,11 +22,12 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from kimik3_prep import remote
 from kimik3_prep.disk import LOCK_NAME, disk_errors, write_whole
 from kimik3_prep.errors import InputError, Problem, RunError
 from kimik3_prep.output.folder import STAGED_NAME, clear_output
 from kimik3_prep.output.tables import OURS, Layout
-from kimik3_prep.remote import RemoteError, RemoteFile, asked, info, scheme
+from kimik3_prep.remote import RemoteError, asked, info, scheme
 
 _ATTEMPTS = 3  # uploads of a file that arrives changed
 _PART = 50 << 20  # bytes of a part of what s3fs uploads in several
@@ -243,7 +244,7 @@ def _get(layout: Layout, path: Path) -> None:
 
     def write(temporary: Path) -> None:
         with open(temporary, "wb") as target, _store_errors("read", url):
-            shutil.copyfileobj(io.BufferedReader(RemoteFile(url), _PIECE), target, _PIECE)
+            shutil.copyfileobj(io.BufferedReader(remote.opened(url), _PIECE), target, _PIECE)
 
     write_whole(path, write)
 
@@ -286,7 +287,7 @@ def _checksum(path: Path, told: str) -> str:
 
 def _equal(path: Path, url: str) -> bool:
     """Whether the same bytes come back; what does not come back at all is to be sent again, too."""
-    with open(path, "rb") as here, io.BufferedReader(RemoteFile(url), _PIECE) as there:
+    with open(path, "rb") as here, io.BufferedReader(remote.opened(url), _PIECE) as there:
         while True:
             part = here.read(_PIECE)
             try:

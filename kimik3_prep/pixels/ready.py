@@ -18,9 +18,9 @@ import numpy.typing as npt
 import safetensors
 
 from kimik3_prep.checkpoint.config import PreprocessorConfig
-from kimik3_prep.checkpoint.levels import DTYPES, DType, Levels, level_table, nearest_levels
+from kimik3_prep.checkpoint.levels import DTYPES, DType, Levels, Normaliser, level_table, nearest_levels
 from kimik3_prep.errors import ItemError
-from kimik3_prep.pixels.cpu import Normaliser, lost_levels
+from kimik3_prep.pixels.cpu import lost_levels
 
 #: What a file may hold: every storage dtype, and double precision, which no shard holds.
 _READABLE = {**DTYPES, "float64": DType("float64", "F64", np.dtype("<f8"))}
@@ -120,7 +120,7 @@ def cast_features(features: ReadyFeatures, config: PreprocessorConfig, dtype: st
         return features.values
     source, target = _READABLE[features.dtype], DTYPES[dtype]
     if source.holds_levels:
-        return Normaliser(config, target)(features.values)
+        return Normaliser(level_table(config.image_mean, config.image_std), target)(features.values)
     if target.holds_levels:
         levels = _levels_of(features, config)
         if levels is not None:

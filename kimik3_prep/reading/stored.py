@@ -10,7 +10,7 @@ import operator
 from bisect import bisect_left
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, SupportsIndex
+from typing import Any, SupportsIndex
 
 import numpy as np
 import numpy.typing as npt
@@ -19,15 +19,10 @@ import pyarrow.compute as pc
 
 from kimik3_prep.checkpoint.levels import DTYPES
 from kimik3_prep.errors import FailedItem, InputError, ItemError, Problem, StoreError
-from kimik3_prep.images.address import resolve
 from kimik3_prep.output.folder import beneath_run
-from kimik3_prep.output.plan import one_item
 from kimik3_prep.output.recipe import Recipe
 from kimik3_prep.output.shard_file import METADATA_KEY, open_shard
 from kimik3_prep.output.tables import Layout, read_index, read_plan, read_run
-
-if TYPE_CHECKING:
-    pass
 
 #: An item: its id, or its manifest row from 0 (negative: from the end).
 Key = str | SupportsIndex
@@ -159,31 +154,16 @@ class StoredRun:
 
     def _computed(self, row: int) -> npt.NDArray[np.uint8]:
         """The levels of an item, from its image. Raises FailedItem where that is not the one that was indexed."""
-        from kimik3_prep.run.compute import features
+        from kimik3_prep.run.item import item_patches, planned_items
 
         base, recipe, planned = self._recipe
-        item = one_item(planned.slice(row, 1))
+        (item,) = planned_items(planned.slice(row, 1))
         try:
             # A copy of a file has another time.
-            levels, content_hash = features(item, resolve(item.image, base), recipe, same_file=self._images is None)
-            if item.content_hash not in (None, content_hash):
-                raise ItemError("content_hash_mismatch", f"the file's is {content_hash}")
+            _, levels = item_patches(item, base, recipe, same_file=self._images is None)
         except ItemError as error:
             raise self._failed(row, error) from error
         return levels
-
-    def content_hash(self, row: int) -> str:
-        """`sha256:<hex>` of an item's encoded bytes; of an index-only run its source is read for it."""
-        from kimik3_prep.images.source import read_file
-
-        told = self.table["content_hash"][row].as_py()
-        if told is not None:
-            return str(told)
-        base, _, planned = self._recipe
-        try:
-            return read_file(resolve(planned["image"][row].as_py(), base))[1]
-        except ItemError as error:
-            raise self._failed(row, error) from error
 
     def _failed(self, row: int, error: ItemError) -> FailedItem:
         return FailedItem(error.code, error.message, self.table["id"][row].as_py(), self.table["line"][row].as_py())

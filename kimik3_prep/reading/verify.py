@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 from collections.abc import Generator, Iterator
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Protocol
@@ -30,7 +30,7 @@ from kimik3_prep.images.decode import codec_versions
 from kimik3_prep.images.source import foreign_errors
 from kimik3_prep.manifest.read import base_of
 from kimik3_prep.manifest.row import show
-from kimik3_prep.output.plan import PlannedItem, shard_plan, split_shards
+from kimik3_prep.output.plan import split_shards
 from kimik3_prep.output.recipe import Recipe, canonical_json
 from kimik3_prep.output.shard_file import ShardFormat, open_shard
 from kimik3_prep.output.tables import (
@@ -48,6 +48,7 @@ from kimik3_prep.output.tables import (
     read_run,
 )
 from kimik3_prep.remote import refuse
+from kimik3_prep.run.item import PlannedItem, decode_item, item_patches, planned_items
 
 _AGAIN = "run the same encode command again"
 _MERGE = f"move index.parquet out of the folder, then {_AGAIN}: it writes it anew from the indexes of the shards"
@@ -59,40 +60,35 @@ class Finding:
     """Something wrong."""
 
     file: str
-    """Relative to the folder."""
+    """The file, relative to the folder."""
     item: str | None
-    """The id; None where the whole file is meant."""
+    """The id; null if the whole file is meant."""
     what: str
+    """What is wrong with it."""
     todo: str
     """What a person can do. It never destroys the only good copy of anything."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Verification:
     """What was checked, and everything that is wrong."""
 
     path: str
+    """The folder, as it was given."""
     finished: bool
-    """Whether index.parquet is there."""
+    """The run is finished: index.parquet is there."""
     rows: int
     """Manifest rows."""
     images: int
     """Stored images whose bytes were read."""
     shards: int
+    """Shards that were read."""
     bytes: int
-    """Of the shards that were read."""
-    findings: tuple[Finding, ...]
-    """Empty where everything is as it was written."""
+    """Bytes of these shards."""
     compared: int | None = None
-    """Images that were computed again; None where nobody asked for that."""
-
-    def as_dict(self) -> dict[str, Any]:
-        """The JSON document: the findings are its `problems`, and `compared` is there where it was asked for."""
-        document = asdict(self)
-        document["problems"] = list(document.pop("findings"))
-        if self.compared is None:
-            del document["compared"]
-        return document
+    """Images that were computed again; null if no option asked for that."""
+    problems: tuple[Finding, ...]
+    """Everything that is wrong; empty if everything is as it was written."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +126,7 @@ def verify(root: Path, comparison: Comparison | None = None) -> Verification:
         images=run.images,
         shards=run.shards,
         bytes=run.bytes,
-        findings=tuple(findings),
+        problems=tuple(findings),
         compared=None if again is None else again.compared,
     )
 
@@ -458,7 +454,7 @@ class _Computer(Protocol):
 
     name: str
 
-    def compute(self, item: PlannedItem, source: str) -> tuple[npt.NDArray[np.uint8], str] | None:
+    def compute(self, item: PlannedItem, base: str) -> tuple[npt.NDArray[np.uint8], str] | None:
         """The bytes of the patches and the content hash of the source; None for an item that it cannot take.
 
         Raises ItemError where the source cannot be read any more.
@@ -506,7 +502,7 @@ class _Again:
             if index["item"].to_pylist() != rows["item"].to_pylist():
                 continue
             planned_row = dict(zip(index["row"].to_pylist(), rows["row"].to_pylist(), strict=True))
-            items = {item.row: item for item in shard_plan(name, rows).items}
+            items = {item.row: item for item in planned_items(rows)}
             for image in _images(index):
                 yield name, image, items[planned_row[image.row]]
 
@@ -514,7 +510,7 @@ class _Again:
         compared = False
         for computer in self._computers:
             try:
-                result = computer.compute(item, resolve(item.image, self._base))
+                result = computer.compute(item, self._base)
             except ItemError as error:
                 compared = True
                 yield Finding(file, image.id, f"{computer.name} cannot compute it: {error}", "restore the image")
@@ -584,12 +580,10 @@ class _Backend:
     def __init__(self, recipe: Recipe) -> None:
         self._recipe = recipe
 
-    def compute(self, item: PlannedItem, source: str) -> tuple[npt.NDArray[np.uint8], str]:
+    def compute(self, item: PlannedItem, base: str) -> tuple[npt.NDArray[np.uint8], str]:
         """As in `_Computer`."""
-        from kimik3_prep.run.compute import features
-
-        values, content_hash = features(item, source, self._recipe)
-        return values.view(np.uint8).reshape(-1), content_hash
+        met, values = item_patches(item, base, self._recipe, same_file=False)
+        return values.view(np.uint8).reshape(-1), met.content_hash
 
 
 class _Processor:
@@ -601,14 +595,13 @@ class _Processor:
         self._recipe = recipe
         self._processor = _load_processor(folder, trusted)
 
-    def compute(self, item: PlannedItem, source: str) -> tuple[npt.NDArray[np.uint8], str] | None:
+    def compute(self, item: PlannedItem, base: str) -> tuple[npt.NDArray[np.uint8], str] | None:
         """As in `_Computer`. It takes no features made elsewhere, and no images scaled by --max-tokens."""
         from kimik3_prep.pixels.ready import ReadyFeatures, cast_features
-        from kimik3_prep.run.compute import planned_image
 
-        if not item.grid.new_w or item.in_patch_limit is not None:
+        if item.made_elsewhere or item.in_patch_limit is not None:
             return None
-        decoded = planned_image(item, source, self._recipe)
+        decoded = decode_item(item, base, self._recipe, same_file=False)
         with foreign_errors():
             result = self._processor.preprocess([{"type": "image", "image": decoded.image}], return_tensors="pt")
         grids = np.asarray(result["grid_thws"]).reshape(-1).tolist()

@@ -13,14 +13,16 @@ import pyarrow.compute as pc
 
 from kimik3_prep.checkpoint.config import Place, PreprocessorConfig, find_config, load_config
 from kimik3_prep.errors import INSTALL_RAY, InputError, Problem
-from kimik3_prep.images.address import resolve, split
+from kimik3_prep.images.address import is_data_url, resolve, split
 from kimik3_prep.images.decode import DEFAULT_MAX_PIXELS
 from kimik3_prep.manifest.read import ITEM_SCHEMA, Manifest, base_of, is_pattern, read_manifest
 from kimik3_prep.manifest.row import show
 from kimik3_prep.output.mirror import staging_folder
 from kimik3_prep.remote import protocol_problem, scheme
 from kimik3_prep.run.devices import auto_backend, find_devices
-from kimik3_prep.run.threads import DEFAULT_ITEM_TIMEOUT
+
+#: Seconds; far above what the largest allowed image takes to decode.
+DEFAULT_ITEM_TIMEOUT = 300.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,11 +115,6 @@ def destination(output: str | None, staging: Path | None, manifest: str) -> tupl
     return staging or staging_folder(url), url
 
 
-def default_workers() -> int:
-    """One image thread a processor this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 def check(settings: Settings, reporter: Reporter) -> Checked:
     """Read config and manifest. Raises InputError with the problems of both; warnings go to the reporter."""
     _check_protocols(settings)
@@ -203,10 +200,10 @@ def _outside(manifest: Manifest, image_root: Path) -> Iterator[Problem]:
     inside = os.path.join(root, "")
     for batch in manifest.items.select(["image", "line"]).to_batches():
         for image, line in zip(batch["image"].to_pylist(), batch["line"].to_pylist(), strict=True):
-            if image.startswith("data:"):
-                continue
             try:
                 source, _ = split(resolve(image, manifest.base))
+                if is_data_url(source):
+                    continue
                 if not scheme(source) and os.path.realpath(source).startswith(inside):
                     continue
             except ValueError:  # a NUL byte: nothing can be opened by that name, so nothing outside either
@@ -220,7 +217,7 @@ def _unknown_protocols(manifest: Manifest) -> Iterator[Problem]:
     seen: set[str] = set()
     for batch in manifest.items.select(["image", "line"]).to_batches():
         for image, line in zip(batch["image"].to_pylist(), batch["line"].to_pylist(), strict=True):
-            protocol = scheme(image)
+            protocol = scheme(image) and scheme(resolve(image, manifest.base))
             if protocol is not None and protocol not in seen:
                 seen.add(protocol)
                 if problem := protocol_problem(protocol, f"{manifest.name}:{line}"):

@@ -22,12 +22,10 @@ DRIVER = r"""
 import fcntl, json, os, shutil, signal, sys, threading, time
 from pyarrow import parquet
 from kimik3_prep import cli
-from kimik3_prep.run import engines
 from kimik3_prep.screen import answers as findings
 from kimik3_prep.reading import inspection
 from kimik3_prep.pixels import cpu as pixels_cpu
 from kimik3_prep.run import prepare
-from kimik3_prep.run import work
 
 def die():
     os.kill(os.getpid(), signal.SIGKILL)
