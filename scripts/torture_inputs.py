@@ -305,7 +305,7 @@ def attack_worker(images: dict[str, bytes]) -> Callable[[int, Path], str]:
         summary = prepare(settings, Quiet())
         if summary.ok + summary.failed != 100:
             raise Fault(f"{summary.ok} rows are ok and {summary.failed} failed, of 100")
-        if findings := verify(out).findings:
+        if findings := verify(out).problems:
             raise Fault(str(findings[0]))
         _nothing_beside(folder / "set", {"images", "out", "m.jsonl"})
         return "run"
@@ -518,7 +518,7 @@ def judge(run: StoredRunFiles, root: Path, damaged: str) -> str:
     What verify passes reads as before; a pixel that comes out of a damaged index or plan is one of the run's.
     """
     try:
-        findings = verify(root).findings
+        findings = verify(root).problems
         named = {f.file for f in findings if f.file == damaged or "one of the two files is damaged" not in f.what}
     except PrepError as error:
         findings, named = (), {damaged if damaged in str(error) else f"{error}"}
@@ -637,7 +637,7 @@ def attack_runs(run: StoredRunFiles) -> Callable[[int, Path], str]:
 def _judge_loosely(run: StoredRunFiles, root: Path, name: str, exact: bool) -> str:
     """As `judge`, where what verify names is not held against it: a changed file may contradict several others."""
     try:
-        named = bool(verify(root).findings)
+        named = bool(verify(root).problems)
     except PrepError:
         named = True
     try:
