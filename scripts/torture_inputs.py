@@ -48,17 +48,75 @@ _ESCAPES = re.compile("[\x00-\x09\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u20
 
 _MARK = "[red]marked[/red]"
 _TEXTS = (
-    *("", "a", "\x00", "\x1b[2J\x1b]0;x\x07", _MARK, ":smile:", "[link=x]y[/link]", "\u202egnp.a", "é" * 300, "x" * 100_000),
-    *("../../outside", "/etc/passwd", "/dev/zero", "/dev/stdin", "file:///etc/passwd", "http://", "s3://", "__metadata__"),
-    *("data:,", "data:image/png;base64,AAAA", "data:;base64,!", "a.png#x", "a.tar?x", "%00", "con", ".", "..", "a/" * 2000),
-    *("cpu-00000", "cpu-00000/../../../outside", "gpu-99999", "sha256:", "sha256:" + "0" * 64, "ok", "failed", "\ud800"),
+    *(
+        "",
+        "a",
+        "\x00",
+        "\x1b[2J\x1b]0;x\x07",
+        _MARK,
+        ":smile:",
+        "[link=x]y[/link]",
+        "\u202egnp.a",
+        "é" * 300,
+        "x" * 100_000,
+    ),
+    *(
+        "../../outside",
+        "/etc/passwd",
+        "/dev/zero",
+        "/dev/stdin",
+        "file:///etc/passwd",
+        "http://",
+        "s3://",
+        "__metadata__",
+    ),
+    *(
+        "data:,",
+        "data:image/png;base64,AAAA",
+        "data:;base64,!",
+        "a.png#x",
+        "a.tar?x",
+        "%00",
+        "con",
+        ".",
+        "..",
+        "a/" * 2000,
+    ),
+    *(
+        "cpu-00000",
+        "cpu-00000/../../../outside",
+        "gpu-99999",
+        "sha256:",
+        "sha256:" + "0" * 64,
+        "ok",
+        "failed",
+        "\ud800",
+    ),
 )
 _NUMBERS = (
     *(0, 1, -1, 2, 3, 7, 48, 127, 128, 255, 256, 2**15, 2**16, 2**31 - 1, 2**31, 2**32, 2**53, 2**62, 2**63 - 1),
     *(-(2**31), -(2**63), 2**63, 2**64, 10**23, 10**400, 0.5, -0.0, 1e308, 1e-320),
 )
-_VALUES: tuple[Any, ...] = (*_TEXTS, *_NUMBERS, None, True, False, [], {}, [[]], [None], {"": None}, [1, 2, 3], [0.5] * 3)
-_WORDS = [n.to_bytes(size, order, signed=True) for n in (0, 1, -1, 2**7, 2**15 - 1) for size in (2, 4, 8) for order in ("little", "big")]
+_VALUES: tuple[Any, ...] = (
+    *_TEXTS,
+    *_NUMBERS,
+    None,
+    True,
+    False,
+    [],
+    {},
+    [[]],
+    [None],
+    {"": None},
+    [1, 2, 3],
+    [0.5] * 3,
+)
+_WORDS = [
+    n.to_bytes(size, order, signed=True)
+    for n in (0, 1, -1, 2**7, 2**15 - 1)
+    for size in (2, 4, 8)
+    for order in ("little", "big")
+]
 _WORDS += [(2**31 - 1).to_bytes(size, order) for size in (4, 8) for order in ("little", "big")]
 
 
@@ -104,7 +162,10 @@ def changed_value(chance: Random, value: Any, depth: int = 0) -> Any:
             case 0:
                 return {name: part for name, part in value.items() if name != key}
             case 1:
-                return {**value, chance.choice(("", "id", "x", _MARK, "\x1b[31m", key.upper(), key + "s")): copy.copy(value[key])}
+                return {
+                    **value,
+                    chance.choice(("", "id", "x", _MARK, "\x1b[31m", key.upper(), key + "s")): copy.copy(value[key]),
+                }
             case _:
                 return {**value, key: changed_value(chance, value[key], depth + 1)}
     if isinstance(value, list) and value and chance.random() < 0.8:
@@ -138,9 +199,15 @@ def changed_table(chance: Random, table: pa.Table) -> pa.Table:
         case 0:
             return table.drop_columns([name])
         case 1:
-            return table.rename_columns([chance.choice(("x", _MARK, name.upper())) if n == name else n for n in table.column_names])
+            return table.rename_columns(
+                [chance.choice(("x", _MARK, name.upper())) if n == name else n for n in table.column_names]
+            )
         case 2:
-            return table.take(pa.array([chance.randrange(table.num_rows) for _ in range(chance.randrange(2 * table.num_rows))], pa.int64()))
+            return table.take(
+                pa.array(
+                    [chance.randrange(table.num_rows) for _ in range(chance.randrange(2 * table.num_rows))], pa.int64()
+                )
+            )
         case 3:
             metadata = {key: changed_metadata(chance, text) for key, text in (table.schema.metadata or {}).items()}
             return table.replace_schema_metadata(metadata)
@@ -207,7 +274,9 @@ def command(folder: Path, *arguments: object) -> str:
     if "Traceback" in output or "internal error" in output or "a fault of" in output:
         raise Fault(f"{arguments[0]}: {output[-400:]!r}")
     if escape := _ESCAPES.search(output):
-        raise Fault(f"{arguments[0]} printed {escape[0]!r}: {output[max(0, escape.start() - 80) : escape.end() + 20]!r}")
+        raise Fault(
+            f"{arguments[0]} printed {escape[0]!r}: {output[max(0, escape.start() - 80) : escape.end() + 20]!r}"
+        )
     if "marked" in output and _MARK not in output and "\\" not in output:
         raise Fault(f"{arguments[0]} took a text for markup: {output[:300]!r}")
     return output
@@ -249,7 +318,11 @@ def small_images() -> dict[str, bytes]:
         *(("JPEG", mode, {}) for mode in ("RGB", "L", "CMYK")),
         ("JPEG", "RGB", {"progressive": True, "quality": 40}),
         *(("WEBP", mode, {"lossless": lossless}) for mode in ("RGB", "RGBA") for lossless in (False, True)),
-        *(("TIFF", mode, {"compression": how}) for mode in ("RGB", "L") for how in ("raw", "tiff_lzw", "tiff_adobe_deflate", "jpeg", "packbits")),
+        *(
+            ("TIFF", mode, {"compression": how})
+            for mode in ("RGB", "L")
+            for how in ("raw", "tiff_lzw", "tiff_adobe_deflate", "jpeg", "packbits")
+        ),
         ("TIFF", "1", {"compression": "group4"}),
         *((name, "RGB", {}) for name in ("BMP", "AVIF", "JPEG2000", "PPM", "TGA", "ICO", "GIF")),
         ("AVIF", "RGBA", {}),
@@ -300,7 +373,14 @@ def attack_worker(images: dict[str, bytes]) -> Callable[[int, Path], str]:
         rows = "".join(json.dumps({"id": str(number), "image": f"images/{number:03d}"}) + "\n" for number in range(100))
         (folder / "set" / "m.jsonl").write_text(rows)
         settings = Settings(
-            str(folder / "set" / "m.jsonl"), out, "kimi-k3", "cpu", "uint8", workers=1, max_pixels=MOST_PIXELS, item_timeout=10
+            str(folder / "set" / "m.jsonl"),
+            out,
+            "kimi-k3",
+            "cpu",
+            "uint8",
+            workers=1,
+            max_pixels=MOST_PIXELS,
+            item_timeout=10,
         )
         summary = prepare(settings, Quiet())
         if summary.ok + summary.failed != 100:
@@ -374,7 +454,12 @@ def attack_configs() -> Callable[[int, Path], str]:
         elif not any(problem.severity == "error" for problem in diagnosis.problems):
             raise Fault("no config, and no error")
         if seed % _COMMAND_EVERY == 0:
-            command(folder, "validate-config", path, *chance.choice(((), ("--format", "json"), ("--write-fixed", folder / "fixed.json"))))
+            command(
+                folder,
+                "validate-config",
+                path,
+                *chance.choice(((), ("--format", "json"), ("--write-fixed", folder / "fixed.json"))),
+            )
         return "good" if diagnosis.config is not None else "refused"
 
     return run
@@ -387,9 +472,18 @@ def manifests(image: bytes) -> dict[str, bytes]:
     """A manifest of every kind, whose rows name `a.png`."""
     rows: list[dict[str, Any]] = [
         {"id": "one", "image": "a.png", "caption": _MARK, "width": 61, "height": 47},
-        {"id": "two", "image": "a.png", "backend": "cpu", "content_hash": "sha256:" + hashlib.sha256(image).hexdigest()},
+        {
+            "id": "two",
+            "image": "a.png",
+            "backend": "cpu",
+            "content_hash": "sha256:" + hashlib.sha256(image).hexdigest(),
+        },
         {"id": "three", "features": "f.npy", "grid_thw": [1, 2, 2]},
-        {"id": "four", "image": "data:image/png;base64,iVBORw0KGgo=", "messages": [{"role": "user", "content": "<image>"}]},
+        {
+            "id": "four",
+            "image": "data:image/png;base64,iVBORw0KGgo=",
+            "messages": [{"role": "user", "content": "<image>"}],
+        },
     ]
     lines = "".join(json.dumps(row) + "\n" for row in rows).encode()
     table = pa.table({"id": ["x", "y"], "image": ["a.png", "a.png"], "n": [1, 2]})
@@ -409,7 +503,7 @@ def manifests(image: bytes) -> dict[str, bytes]:
         "m.jsonl": lines,
         "m.json": json.dumps(rows).encode(),
         "m.jsonl.gz": gzip.compress(lines, mtime=0),
-        "m.csv": b"id,image,caption\none,a.png,x\ntwo,a.png,\"y\"\n",
+        "m.csv": b'id,image,caption\none,a.png,x\ntwo,a.png,"y"\n',
         "m.tsv": b"id\timage\none\ta.png\n",
         "m.txt": b"a.png\na.png\n",
         "m.parquet": parquet.getvalue(),
@@ -455,7 +549,17 @@ def attack_manifests(image: bytes) -> Callable[[int, Path], str]:
             str(error)
             outcome = "refused"
         if seed % _COMMAND_EVERY == 0:
-            options = ("--config", "kimi-k3", "--backend", "cpu", "--max-pixels", MOST_PIXELS, "--no-progress", "--item-timeout", 10)
+            options = (
+                "--config",
+                "kimi-k3",
+                "--backend",
+                "cpu",
+                "--max-pixels",
+                MOST_PIXELS,
+                "--no-progress",
+                "--item-timeout",
+                10,
+            )
             form = ("--format", chance.choice(("text", "json")))
             match chance.randrange(3):
                 case 0:
@@ -490,9 +594,13 @@ class StoredRunFiles:
         self.manifest.write_text("".join(json.dumps(row) + "\n" for row in self.rows))
         out = folder.parent / "work" / folder.name / "out"  # as deep as the copies: the way to the images is the same
         shutil.rmtree(out, ignore_errors=True)
-        settings = Settings(str(self.manifest), out, "kimi-k3", "cpu", "uint8", shard_size=5000, workers=1, index_only=index_only)
+        settings = Settings(
+            str(self.manifest), out, "kimi-k3", "cpu", "uint8", shard_size=5000, workers=1, index_only=index_only
+        )
         prepare(settings, Quiet())
-        self.files = {str(path.relative_to(out)): path.read_bytes() for path in sorted(out.rglob("*")) if path.is_file()}
+        self.files = {
+            str(path.relative_to(out)): path.read_bytes() for path in sorted(out.rglob("*")) if path.is_file()
+        }
         self.good = everything(out)
         self.pixels = {item[0] for item in self.good[0]} | {b""}
 
@@ -606,7 +714,18 @@ def attack_runs(run: StoredRunFiles) -> Callable[[int, Path], str]:
                 inspect(path)
         if seed % _COMMAND_EVERY == 0:
             form = ("--format", chance.choice(("text", "json")))
-            again = ("encode", run.manifest, "--config", "kimi-k3", "--backend", "cpu", "--dtype", "uint8", "--shard-size", 5000)
+            again = (
+                "encode",
+                run.manifest,
+                "--config",
+                "kimi-k3",
+                "--backend",
+                "cpu",
+                "--dtype",
+                "uint8",
+                "--shard-size",
+                5000,
+            )
             again += ("-o", "out", "-j", 1, "--no-progress", *form)
             words: tuple[object, ...] = chance.choice(
                 (

@@ -110,9 +110,7 @@ def attack(
     return tally
 
 
-def _start(
-    kind: Attack, folder: Path, number: int, seed: int, step: int, end: float, last: int | None
-) -> _Attacker:
+def _start(kind: Attack, folder: Path, number: int, seed: int, step: int, end: float, last: int | None) -> _Attacker:
     slot = mmap.mmap(-1, _SLOT.size)
     read, write = os.pipe()
     own = folder / f"{kind.name}-{number}"
