@@ -15,7 +15,7 @@ from kimik3_prep.errors import PrepError
 from kimik3_prep.reading.verify import verify
 
 #: Bytes of a file between two flips. scripts/torture leaves none out.
-_STRIDE = 41
+_STRIDE = 149
 
 
 @pytest.fixture(scope="module")
