@@ -12,9 +12,9 @@ import functools
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -26,8 +26,8 @@ from kimik3_prep.checkpoint.levels import DTYPES
 from kimik3_prep.disk import disk_errors
 from kimik3_prep.errors import FileReplaced, ItemError, PatchesMissing
 from kimik3_prep.images.address import resolve, split
-from kimik3_prep.images.decode import Decoded, Exif, Probe, decode, probe
-from kimik3_prep.images.source import Encoded, Stamp, foreign_errors, read_whole
+from kimik3_prep.images.decode import Decoded, Exif, decode, probe
+from kimik3_prep.images.source import Encoded, Stamp, foreign_errors, read_head, read_whole
 from kimik3_prep.output.recipe import Recipe
 from kimik3_prep.pixels.cpu import PatchMaker, pixels_for_device, rgb_pixels
 from kimik3_prep.pixels.ready import cast_features, read_features
@@ -111,9 +111,8 @@ def planned_items(rows: pa.Table) -> list[PlannedItem]:
     return [PlannedItem.of(values) for values in planned_values(rows)]
 
 
-@dataclass(frozen=True, slots=True)
-class Met:
-    """What the body met on its way to the patches; the index tells it."""
+class Met(NamedTuple):
+    """What the body met on its way to the patches; the index tells it. A tuple, because millions travel."""
 
     mode: str | None
     format: str | None
@@ -218,6 +217,8 @@ _thread = threading.local()
 
 def is_slow(image: str, base: str) -> bool:
     """Whether an image lies in a slow place: a store or a web server. A table's cells come with their neighbours."""
+    if "://" not in image and remote.scheme(base) is None:
+        return False
     source = resolve(image, base)
     return remote.scheme(split(source)[0]) is not None and "!parquet:" not in source
 
@@ -229,9 +230,26 @@ def _fetch(image: str, base: str, kept: Kept | None = None) -> Callable[[], Enco
     return functools.partial(read_whole, resolve(image, base)) if is_slow(image, base) else None
 
 
+class Header(NamedTuple):
+    """What planning needs of a `Probe`. A tuple, because millions travel."""
+
+    width: int
+    height: int
+    """Pixels."""
+
+    mode: str
+    format: str
+    stamp: tuple[int, int] | None
+    """The fields of a `Stamp`."""
+
+    content_hash: str | None
+    kept: Kept | None
+    """Where the file lies in the spool."""
+
+
 @dataclass(frozen=True, slots=True)
 class ProbeImages:
-    """Read image headers. Payload: the image, as the manifest names it. Answer: its `Probe`, and where it is kept."""
+    """Read image headers. Payload: the image, as the manifest names it. Answer: a `Header`."""
 
     base: str
     max_pixels: int
@@ -240,17 +258,27 @@ class ProbeImages:
     hash: bool
     """Read the whole file for its hash."""
 
-    def __call__(self, payload: str, encoded: Encoded | None) -> tuple[Probe, Kept | None]:
+    def __call__(self, payload: str, encoded: Encoded | None) -> Header:
         """Probe one image. Raises ItemError."""
-        keep = spool.MOST if spool.mine is not None and is_slow(payload, self.base) else 0
-        header = probe(encoded or resolve(payload, self.base), self.max_pixels, self.exif, self.hash, keep)
-        if header.encoded is None or spool.mine is None:
-            return header, None
-        return replace(header, encoded=None), spool.mine.keep(header.encoded)
+        source = resolve(payload, self.base)
+        complete = encoded is not None and (encoded.stamp is None or len(encoded.content) == encoded.stamp.size)
+        try:
+            probed = probe(encoded or source, self.max_pixels, self.exif, self.hash, spool.MOST if complete else 0)
+        except ItemError:
+            if encoded is None or complete:
+                raise
+            probed = probe(source, self.max_pixels, self.exif)  # the header goes on behind the first bytes
+        stamp = None if probed.stamp is None else (probed.stamp.size, probed.stamp.mtime_ns)
+        kept = spool.mine.keep(probed.encoded) if probed.encoded is not None and spool.mine is not None else None
+        return Header(probed.width, probed.height, probed.mode, probed.format, stamp, probed.content_hash, kept)
 
     def fetch(self, payload: str) -> Callable[[], Encoded] | None:
-        """Return how the whole file is fetched from a slow place; headers alone are fetched when they are read."""
-        return _fetch(payload, self.base) if self.hash else None
+        """Return how the file, or its first bytes, are fetched from a slow place."""
+        if self.hash or not is_slow(payload, self.base):
+            return _fetch(payload, self.base)
+        if self.exif == "apply":  # a PNG's orientation may stand behind its pixels
+            return None
+        return functools.partial(read_head, resolve(payload, self.base))
 
 
 @dataclass(frozen=True, slots=True)

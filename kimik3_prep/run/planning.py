@@ -13,7 +13,6 @@ import pyarrow.compute as pc
 
 from kimik3_prep.checkpoint.levels import DTYPES
 from kimik3_prep.errors import ItemError
-from kimik3_prep.images.decode import Probe
 from kimik3_prep.manifest.read import Manifest
 from kimik3_prep.output import mirror
 from kimik3_prep.output.folder import uncommit
@@ -21,7 +20,7 @@ from kimik3_prep.output.plan import make_plan, split_shards
 from kimik3_prep.output.spans import GROUPS, Headers, Spans, find_spans, join_equal
 from kimik3_prep.output.tables import Layout, read_index, read_plan, write_plan
 from kimik3_prep.run.check import Checked, Reporter, Settings
-from kimik3_prep.run.item import ProbeImages, is_slow
+from kimik3_prep.run.item import Header, ProbeImages, is_slow
 from kimik3_prep.run.workers import Task, Workers
 
 _WINDOW = 8192  # rows that are Python objects at a time
@@ -92,14 +91,13 @@ def _read_headers(
             headers.fail(span, answer)
             reporter.advance(1, 0, 0, 1)
             continue
-        header, kept = answer
-        if kept is not None:
-            workers.kept[task.payload] = kept
-        _keep(headers, span, header, promised)
-        reporter.advance(1, header.width * header.height, 0, 0)
+        if answer.kept is not None:
+            workers.kept[task.payload] = answer.kept
+        _keep(headers, span, answer, promised)
+        reporter.advance(1, answer.width * answer.height, 0, 0)
 
 
-def _keep(headers: Headers, span: int, header: Probe, promised: str | None) -> None:
+def _keep(headers: Headers, span: int, header: Header, promised: str | None) -> None:
     if header.content_hash is not None:
         if promised is not None and header.content_hash != promised:
             return headers.fail(span, ItemError("content_hash_mismatch", f"the file's is {header.content_hash}"))
@@ -108,7 +106,7 @@ def _keep(headers: Headers, span: int, header: Probe, promised: str | None) -> N
         headers.width[span], headers.height[span] = header.width, header.height
         headers.mode[span], headers.format[span] = header.mode, header.format
     if header.stamp is not None:
-        headers.source_size[span], headers.source_mtime_ns[span] = header.stamp.size, header.stamp.mtime_ns
+        headers.source_size[span], headers.source_mtime_ns[span] = header.stamp
 
 
 def replan(settings: Settings, checked: Checked, layout: Layout, workers: Workers, reporter: Reporter) -> None:
