@@ -167,18 +167,19 @@ class _Filling:
         if on_device:
             call = pickle.dumps(LoadItems(job.base, job.recipe, self._workers.shared.descriptor))
         else:
-            call = pickle.dumps(StoreItems(job.base, job.recipe, str(writer.temporary), writer.inode, writer.offset(0)))
+            place = str(writer.temporary), writer.size, writer.inode, writer.offset(0)
+            call = pickle.dumps(StoreItems(job.base, job.recipe, *place))
         for values, item in zip(self._values, self._items, strict=True):
-            place = self._workers.shared.allocate(_most_pixel_bytes(item)) if on_device else None
+            shared = self._workers.shared.allocate(_most_pixel_bytes(item)) if on_device else None
             kept = self._workers.kept.get(item.image)
-            payload = (values, kept) if place is None else (values, kept, place)
+            payload = (values, kept) if shared is None else (values, kept, shared)
             yield Task(
                 call,
                 payload,
                 need=memory_of(item, job.recipe),
                 weight=item.width * item.height,
                 slow=is_slow(item.image, job.base),
-                tag=(self, item, place),
+                tag=(self, item, shared),
             )
 
     def take(self, task: Task, answer: Any) -> None:
@@ -240,7 +241,7 @@ class _Filling:
                 self._keep(item, patches)
                 return
             place = self._writer.offset(item.patch_start)
-            with disk_errors(self._writer.temporary):
+            with disk_errors(self._writer.temporary.with_suffix(""), self._writer.size):
                 checksum, _ = write_blocks(self._writer.descriptor, place, iter([to_array(patches.cpu())]))
             self._keep(item, (met, checksum))
 
