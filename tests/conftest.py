@@ -32,6 +32,7 @@ from kimik3_prep.checkpoint.config import (
 from kimik3_prep.checkpoint.grid import GridRule
 from kimik3_prep.errors import Problem
 from kimik3_prep.manifest.read import read_manifest
+from kimik3_prep.manifest.report import PassedOver
 from kimik3_prep.output.plan import make_plan, split_shards
 from kimik3_prep.output.recipe import FORMAT, Recipe
 from kimik3_prep.output.spans import Headers, find_spans
@@ -100,6 +101,13 @@ def picture(width: int, height: int, mode: str = "RGB", seed: int = 0) -> Image.
     return image if mode == "RGBA" else image.convert(mode)
 
 
+def png_bytes(width: int, height: int, seed: int = 0) -> bytes:
+    """A picture as an encoded file."""
+    buffer = io.BytesIO()
+    picture(width, height, seed=seed).save(buffer, "PNG")
+    return buffer.getvalue()
+
+
 def write_manifest(path: Path, rows: list[dict[str, Any]]) -> Path:
     """A JSON Lines manifest."""
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -134,12 +142,16 @@ class Silent:
 
     def __init__(self) -> None:
         self.warnings: list[Problem] = []
+        self.passed_over: tuple[PassedOver, ...] = ()
         self.phases: list[tuple[str, int]] = []
         self.done = self.failed = 0
         self._lock = threading.Lock()
 
     def warn(self, problem: Problem) -> None:
         self.warnings.append(problem)
+
+    def pass_over(self, kinds: tuple[PassedOver, ...]) -> None:
+        self.passed_over += kinds
 
     def phase(self, name: str, total: int) -> None:
         self.phases.append((name, total))

@@ -23,7 +23,7 @@ HOUSE: dict[str, tuple[str, ...]] = {
     "": ("__init__", "errors", "strict_json", "disk", "remote"),
     "checkpoint": ("levels", "grid", "rules", "config"),
     "images": ("address", "cell", "source", "decode"),
-    "manifest": ("row", "tar", "columns", "read", "records", "folder"),
+    "manifest": ("report", "magic", "row", "text", "tar", "columns", "folder", "read", "missing", "write"),
     "pixels": ("resample", "tensors", "cpu", "device", "ready"),
     "output": ("recipe", "spans", "plan", "shard_file", "tables", "folder", "mirror", "totals"),
     "run": (

@@ -29,7 +29,7 @@ from kimik3_prep.images.address import resolve
 from kimik3_prep.images.decode import codec_versions
 from kimik3_prep.images.source import foreign_errors
 from kimik3_prep.manifest.read import base_of
-from kimik3_prep.manifest.row import show
+from kimik3_prep.manifest.report import show
 from kimik3_prep.output.plan import split_shards
 from kimik3_prep.output.recipe import Recipe, canonical_json
 from kimik3_prep.output.shard_file import ShardFormat, open_shard
