@@ -184,7 +184,7 @@ def test_a_disk_that_is_really_full(pictures: Path, run: Run, tmp_path: Path) ->
         pytest.skip(f"no file system can be mounted here: {done.stderr.strip()}")
     assert done.returncode == 0, done.stderr
     assert "No space left on device" in done.stderr
-    assert "bytes needed" in done.stderr
+    assert "bytes free" in done.stderr  # the index of the first shard or the second shard meets the end of the disk
     left = (tmp_path / "first").read_text().split()
     assert "cpu-00000.parquet" in left
     assert not [name for name in left if name.endswith(".tmp")]
