@@ -244,6 +244,22 @@ def _odd(kind: type, values: Any, where: str) -> Iterator[Problem]:
             yield Problem(f"{where}.{name}", f"is {_shown(values[name])}", rule.expected)
 
 
+def odd_metadata(metadata: Any) -> str:
+    """Return what is odd about the metadata of an index or a shard, empty for nothing. Facts may be left out."""
+    if not isinstance(metadata, dict):
+        return f"its metadata is {_shown(metadata)}, not an object"
+    if (version := metadata.get("format", FORMAT)) != FORMAT or isinstance(version, bool):
+        return f"its format is {_shown(version)}, this version reads format {FORMAT}"
+    config = ("image_mean", "image_std", "patch_size", "merge_size")
+    rules = {name: _RULES[PreprocessorConfig][name] for name in config}
+    rules |= {name: _RULES[Recipe][name] for name in ("dtype", "index_only")}
+    rules |= dict.fromkeys(("fingerprint", "group", "shard"), _TEXT)
+    for name, rule in rules.items():
+        if name in metadata and not rule.allows(metadata[name]):
+            return f"{name} in its metadata is {_shown(metadata[name])}, not {rule.expected}"
+    return ""
+
+
 def _shown(value: Any) -> str:
     text = json.dumps(value)
     return text if len(text) <= 60 else f"{text[:60]}…"

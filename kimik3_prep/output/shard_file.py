@@ -15,10 +15,11 @@ from typing import Any
 
 import numpy as np
 
+from kimik3_prep import strict_json
 from kimik3_prep.checkpoint.levels import DTYPES, DType
-from kimik3_prep.disk import claim, disk_errors, sync
+from kimik3_prep.disk import claim, disk_errors, regular, sync
 from kimik3_prep.errors import InputError, Problem, RunError
-from kimik3_prep.output.recipe import FORMAT, Recipe, canonical_json
+from kimik3_prep.output.recipe import Recipe, canonical_json, odd_metadata
 
 #: The one metadata key of a shard and of an index. Several keys would come out in random order.
 METADATA_KEY = "kimik3_prep"
@@ -204,13 +205,13 @@ def open_shard(path: Path) -> Shard:
     import safetensors
 
     try:
-        with safetensors.safe_open(path, framework="numpy") as file:
+        with safetensors.safe_open(regular(path), framework="numpy") as file:
             text = (file.metadata() or {}).get(METADATA_KEY)
         with open(path, "rb") as raw:
             length = int.from_bytes(raw.read(8), "little")
             header = json.loads(raw.read(length))
-        metadata: Any = None if text is None else json.loads(text)
-    except (OSError, ValueError, RecursionError, safetensors.SafetensorError) as error:
+        metadata: Any = None if text is None else strict_json.parse(text.encode(), "its metadata")
+    except (OSError, ValueError, RecursionError, safetensors.SafetensorError, strict_json.JsonProblem) as error:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
         raise _no_shard(path, reason) from error
     tensors = {
@@ -227,13 +228,20 @@ def _unlike_ours(metadata: Any, tensors: Mapping[str, Tensor]) -> str:
     """What tells a well-formed safetensors file from a shard; empty for a shard."""
     if set(tensors) != {"pixel_values", "grid_thws"}:
         return f"its tensors are {', '.join(sorted(tensors)) or 'none'}, not pixel_values and grid_thws"
-    if not isinstance(metadata, dict):
+    if metadata is None:
         return f"its metadata has no {METADATA_KEY}"
-    if (version := metadata.get("format", FORMAT)) != FORMAT:
-        return f"its format is {version!r}, this version reads format {FORMAT}"
+    if reason := odd_metadata(metadata):
+        return reason
     pixels, grids = tensors["pixel_values"], tensors["grid_thws"]
-    if pixels.dtype not in _BY_SAFETENSORS or len(pixels.shape) != 4 or pixels.shape[1] != 3:
+    if (
+        pixels.dtype not in _BY_SAFETENSORS
+        or len(pixels.shape) != 4
+        or pixels.shape[1] != 3
+        or pixels.shape[2] != pixels.shape[3]
+    ):
         return f"pixel_values is {pixels.dtype} {list(pixels.shape)}, not [patches, 3, p, p]"
+    if metadata.get("patch_size", pixels.shape[2]) != pixels.shape[2]:
+        return f"pixel_values is {list(pixels.shape)}, its metadata says patches of {metadata['patch_size']} pixels"
     if grids.dtype != "I64" or grids.shape[1:] != (3,):
         return f"grid_thws is {grids.dtype} {list(grids.shape)}, not I64 [images, 3]"
     return ""

@@ -26,11 +26,11 @@ import pyarrow.compute as pc
 from pyarrow import parquet
 
 from kimik3_prep import strict_json
-from kimik3_prep.disk import write_whole
+from kimik3_prep.disk import regular, write_whole
 from kimik3_prep.errors import InputError, ItemError, Problem
 from kimik3_prep.manifest.row import short_image
 from kimik3_prep.output.plan import PLAN_SCHEMA
-from kimik3_prep.output.recipe import FORMAT, Recipe, canonical_json, fingerprint
+from kimik3_prep.output.recipe import FORMAT, Recipe, canonical_json, fingerprint, odd_metadata
 from kimik3_prep.output.shard_file import METADATA_KEY
 
 INDEX_SCHEMA = pa.schema(
@@ -173,7 +173,7 @@ def read_run(layout: Layout) -> RunRecord | None:
     """The run record, None where there is none. Raises InputError for one that is not ours."""
     where, expected = str(layout.run), "the run.json that `kimik3-prep encode` wrote"
     try:
-        record = strict_json.parse(layout.run.read_bytes(), where)
+        record = strict_json.parse(regular(layout.run).read_bytes(), where)
     except (FileNotFoundError, NotADirectoryError):
         return None
     except OSError as error:
@@ -211,7 +211,7 @@ def write_plan(layout: Layout, table: pa.Table) -> None:
 def read_plan(layout: Layout) -> Iterator[pa.Table]:
     """The plan, one row group at a time. Raises InputError for a file that is not one."""
     try:
-        with parquet.ParquetFile(layout.plan, memory_map=False) as file:
+        with parquet.ParquetFile(regular(layout.plan), memory_map=False) as file:
             for group in range(file.num_row_groups):
                 table = file.read_row_group(group).cast(PLAN_SCHEMA)
                 table.validate(full=True)  # a text that is not UTF-8 breaks readers far from here
@@ -308,7 +308,7 @@ def read_index(path: Path, columns: Sequence[str] | None = None) -> pa.Table:
     """
     wanted = INDEX_SCHEMA.names if columns is None else list(columns)
     try:
-        with parquet.ParquetFile(path, memory_map=False) as file:
+        with parquet.ParquetFile(regular(path), memory_map=False) as file:
             reason = _unlike_an_index(file, wanted)
             if not reason:
                 table = file.read(None if columns is None else wanted)
@@ -341,8 +341,7 @@ def _unlike_an_index(file: parquet.ParquetFile, wanted: Iterable[str]) -> str:
         metadata = strict_json.parse(texts.pop(), "its metadata")
     except strict_json.JsonProblem as error:
         return str(error)
-    version = metadata.get("format", FORMAT) if isinstance(metadata, dict) else metadata
-    return "" if version == FORMAT else f"its format is {version!r}, this version reads format {FORMAT}"
+    return odd_metadata(metadata)
 
 
 def write_index(layout: Layout, shards: Iterable[str], failed: Sequence[pa.Table], metadata: Mapping[str, Any]) -> None:

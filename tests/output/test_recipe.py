@@ -12,7 +12,7 @@ from conftest import cfg_and_config, recipe
 
 from kimik3_prep.checkpoint.grid import GridRule
 from kimik3_prep.errors import InputError
-from kimik3_prep.output.recipe import Recipe, canonical_json, fingerprint
+from kimik3_prep.output.recipe import Recipe, canonical_json, fingerprint, odd_metadata
 
 FACTS = recipe().facts()
 
@@ -148,3 +148,26 @@ def test_what_follows_from_a_recipe() -> None:
     assert [recipe(dtype=dtype).patch_bytes for dtype in ("float32", "bfloat16", "uint8")] == [2352, 1176, 588]
     assert recipe().rule() == GridRule(14, 2, 65536, 512)
     assert recipe().rule(100) == GridRule(14, 2, 100, 512)
+
+
+@pytest.mark.parametrize(
+    ("odd", "words"),
+    [
+        ([], "its metadata is [], not an object"),
+        ({"format": 2}, "its format is 2"),
+        ({"format": True}, "its format is true"),
+        ({"merge_size": 0}, "merge_size in its metadata is 0, not a whole number from 1"),
+        ({"merge_size": -1}, "merge_size in its metadata is -1"),
+        ({"patch_size": "14"}, 'patch_size in its metadata is "14"'),
+        (
+            {"image_mean": [0.5] * 5},
+            "image_mean in its metadata is [0.5, 0.5, 0.5, 0.5, 0.5], not three",
+        ),
+        ({"image_std": [0.5, 0.5, 0]}, "image_std in its metadata"),
+        ({"dtype": "float8"}, 'dtype in its metadata is "float8", not one of'),
+        ({"fingerprint": 7}, "fingerprint in its metadata is 7, not a text"),
+    ],
+)
+def test_odd_metadata_is_said(odd: object, words: str) -> None:
+    assert odd_metadata(recipe().metadata("cpu", "cpu-00000")) == odd_metadata({}) == ""
+    assert odd_metadata(odd).startswith(words)

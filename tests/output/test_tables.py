@@ -130,7 +130,7 @@ def test_a_record_that_is_not_one_is_said_and_kept(layout: Layout, content: str,
 
 def test_a_folder_named_run_json_is_said(layout: Layout) -> None:
     layout.run.mkdir(parents=True)
-    with pytest.raises(InputError, match="cannot be read: Is a directory"):
+    with pytest.raises(InputError, match="cannot be read: it is no regular file"):
         read_run(layout)
 
 
