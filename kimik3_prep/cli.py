@@ -238,25 +238,27 @@ def inspect(
     path: Annotated[Path, typer.Argument(help="A shard, an index or an output folder.")],
     render: Annotated[
         Path | None,
-        typer.Option(
-            help="Write PNG into this folder: a picture for each item of a finished run, or pages of a shard."
-        ),
+        typer.Option(help="Write PNG files into this folder: a picture of each item, or contact sheets of a shard."),
     ] = None,
-    id: Annotated[list[str] | None, typer.Option(help="An item to render; may be repeated.")] = None,
-    first: Annotated[int, typer.Option(min=1, help="How many items to render where no --id is given.")] = 20,
+    sheets: Annotated[
+        bool, typer.Option("--sheets", help="Render contact sheets of a run, twenty items on each, failed ones too.")
+    ] = False,
+    id: Annotated[list[str] | None, typer.Option(help="An item to render. May be repeated.")] = None,
+    first: Annotated[int, typer.Option(min=1, help="How many items to render if no --id is given.")] = 20,
     grid: Annotated[
-        bool, typer.Option("--grid", help="Mark patches, tokens and padding in the pictures. Pages have it anyway.")
+        bool, typer.Option("--grid", help="Draw lines between patches and tokens, and hatch the padding.")
     ] = False,
     format: Format = "text",
 ) -> None:
     """Show what lies in a shard, an index or an output folder."""
-    from kimik3_prep.reading import inspection, sheets
+    from kimik3_prep.reading import inspection, pictures
 
-    if (id or grid) and render is None:
-        option, what = ("--id", "chooses what to render") if id else ("--grid", "marks what is rendered")
-        raise InputError([Problem(option, what, hint="add --render FOLDER")])
-    pictures = tuple(sheets.render(path, render, id or (), first, grid)) if render else None
-    answers.give(inspection.inspect(path, pictures), format)
+    if render is None:
+        for option, given in (("--id", id), ("--grid", grid), ("--sheets", sheets)):
+            if given:
+                raise InputError([Problem(option, "is about pictures", hint="add --render FOLDER")])
+    drawn = tuple(pictures.render(path, render, id or (), first, grid, sheets)) if render else None
+    answers.give(inspection.inspect(path, drawn), format)
 
 
 @app.command()
