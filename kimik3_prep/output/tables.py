@@ -30,7 +30,7 @@ from kimik3_prep.disk import write_whole
 from kimik3_prep.errors import InputError, ItemError, Problem
 from kimik3_prep.manifest.row import short_image
 from kimik3_prep.output.plan import PLAN_SCHEMA
-from kimik3_prep.output.recipe import FORMAT, Recipe, canonical_json, fingerprint
+from kimik3_prep.output.recipe import FORMAT, Recipe, canonical_json, fingerprint, odd_metadata
 from kimik3_prep.output.shard_file import METADATA_KEY
 
 INDEX_SCHEMA = pa.schema(
@@ -341,8 +341,11 @@ def _unlike_an_index(file: parquet.ParquetFile, wanted: Iterable[str]) -> str:
         metadata = strict_json.parse(texts.pop(), "its metadata")
     except strict_json.JsonProblem as error:
         return str(error)
-    version = metadata.get("format", FORMAT) if isinstance(metadata, dict) else metadata
-    return "" if version == FORMAT else f"its format is {version!r}, this version reads format {FORMAT}"
+    if not isinstance(metadata, dict):
+        return "its metadata is no object"
+    if (version := metadata.get("format", FORMAT)) != FORMAT:
+        return f"its format is {version!r}, this version reads format {FORMAT}"
+    return odd_metadata(metadata)
 
 
 def write_index(layout: Layout, shards: Iterable[str], failed: Sequence[pa.Table], metadata: Mapping[str, Any]) -> None:
