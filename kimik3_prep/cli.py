@@ -30,6 +30,19 @@ _MOST = 2**63 - 1  # what counts of the libraries hold
 Format = Annotated[Literal["text", "json"], typer.Option(help="JSON goes to stdout, progress and prose to stderr.")]
 
 
+ImageDir = Annotated[
+    str | None, typer.Option(help="Where relative paths in rows start. Default: the source's folder.", metavar="DIR")
+]
+ImageField = Annotated[
+    list[str] | None,
+    typer.Option(help="Field of the images, also `messages[*].image`; repeatable. Default: what looks like one."),
+]
+IdField = Annotated[
+    list[str] | None, typer.Option(help="Field of the ids; several are joined. Default: id, key, else the image.")
+]
+NumberRows = Annotated[bool, typer.Option("--number-rows", help="Row numbers from 0 as ids.")]
+
+
 def _version(wanted: bool) -> None:
     if wanted:
         typer.echo(f"kimik3-prep {__version__}")
@@ -68,31 +81,28 @@ def validate_config(
 @app.command()
 def manifest(
     source: Annotated[
-        str, typer.Argument(help="A folder of images, or rows: a JSON list, JSON Lines, CSV, Parquet; - is stdin.")
+        str,
+        typer.Argument(help="A folder, rows (JSON, CSV, Parquet, Arrow), a tar, a pattern for several; - is stdin."),
     ],
     output: Annotated[Path | None, typer.Option("--output", "-o", help="A new file. Default: standard output.")] = None,
-    image_dir: Annotated[
-        Path | None, typer.Option(help="Where relative paths in rows start. Default: the source's folder.")
-    ] = None,
-    image_field: Annotated[
-        str | None, typer.Option(help="Field of the images; dots go inside. Default: images, image, file_name, …")
-    ] = None,
-    id_field: Annotated[str | None, typer.Option(help="Field of the ids. Default: id, key, else row numbers.")] = None,
-    number_rows: Annotated[bool, typer.Option("--number-rows", help="Row numbers from 0 as ids.")] = False,
+    image_dir: ImageDir = None,
+    image_field: ImageField = None,
+    id_field: IdField = None,
+    number_rows: NumberRows = False,
     absolute: Annotated[bool, typer.Option("--absolute", help="Write absolute paths.")] = False,
     size: Annotated[bool, typer.Option("--size", help="Read the headers, and write width and height.")] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the output file.")] = False,
     format: Format = "text",
 ) -> None:
     """Make a manifest of a folder of images, or of a list whose rows name images."""
-    from kimik3_prep.manifest.folder import Wishes, gather
+    from kimik3_prep.manifest.row import Selection
+    from kimik3_prep.manifest.write import Wishes, gather
     from kimik3_prep.screen.terminal import print_lines
 
     if format == "json" and output is None:
         raise InputError([Problem("--format json", "standard output is the manifest's", hint="add --output FILE")])
-    gathered, lines = gather(
-        Wishes(source, output, image_dir, image_field, id_field, number_rows, absolute, size, overwrite)
-    )
+    select = Selection(tuple(image_field or ()), tuple(id_field or ()), number_rows)
+    gathered, lines = gather(Wishes(source, output, image_dir, select, absolute, size, overwrite))
     if output is None:
         print_lines(lines)
     answers.give(gathered, format)
@@ -102,13 +112,15 @@ def manifest(
 def encode(
     manifest: Annotated[
         str,
-        typer.Argument(
-            help="JSON Lines (may be gzip), Parquet, or a tar of images; a path, URL or pattern; - is stdin."
-        ),
+        typer.Argument(help="A folder, rows (JSON, CSV, Parquet, Arrow), a tar, a pattern for several; - is stdin."),
     ],
     config: Annotated[
         str | None, typer.Option(help="preprocessor_config.json, its folder, or kimi-k3. Default: beside the manifest.")
     ] = None,
+    image_dir: ImageDir = None,
+    image_field: ImageField = None,
+    id_field: IdField = None,
+    number_rows: NumberRows = False,
     output: Annotated[
         str | None, typer.Option("--output", "-o", help="Output folder, or s3://… Default: <manifest>-features.")
     ] = None,
@@ -129,9 +141,10 @@ def encode(
     ] = "float32",
     shard_size: Annotated[str, typer.Option(help="Most bytes of a shard: 200MB, 2GiB.")] = "512MiB",
     workers: Annotated[
-        int | None, typer.Option("--workers", "-j", min=1, max=1024, help="Image threads. Default: one a processor.")
+        int | None,
+        typer.Option("--workers", "-j", min=1, max=1024, help="Worker processes. Default: one a processor."),
     ] = None,
-    engine: Annotated[Literal["local", "ray"], typer.Option(help="Fill shards in this process, or as Ray tasks.")] = (
+    engine: Annotated[Literal["local", "ray"], typer.Option(help="Fill shards on this machine, or as Ray tasks.")] = (
         "local"
     ),
     ray_address: Annotated[
@@ -182,9 +195,11 @@ def encode(
     format: Format = "text",
 ) -> None:
     """Encode a manifest of images into shards of pixel features."""
+    from kimik3_prep.manifest.row import Selection
     from kimik3_prep.output.plan import parse_size
     from kimik3_prep.run import check, ranges
     from kimik3_prep.run import prepare as run
+    from kimik3_prep.run.machine import processors
     from kimik3_prep.screen.progress import ProgressReporter
 
     folder, store = check.destination(output, staging, manifest)
@@ -198,10 +213,12 @@ def encode(
         device=device,
         batch_bytes=parse_size(batch_bytes, "--batch-bytes"),
         shard_size=parse_size(shard_size, "--shard-size"),
-        workers=workers or check.default_workers(),
+        workers=workers or processors(),
         dedupe=dedupe,
         max_tokens=max_tokens,
         exif=exif,
+        select=Selection(tuple(image_field or ()), tuple(id_field or ()), number_rows),
+        image_dir=image_dir,
         limit=limit,
         max_pixels=max_pixels,
         memory=parse_size(memory, "--memory") if memory else None,
@@ -219,7 +236,7 @@ def encode(
     work = run.dry_run if dry_run else ranges.prepare_range if settings.shard_range else run.prepare
     with ProgressReporter(progress) as reporter:
         summary = work(settings, reporter)
-    answers.give(replace(summary, warnings=tuple(reporter.warnings)), format)
+    answers.give(replace(summary, warnings=tuple(reporter.warnings), passed_over=reporter.passed_over), format)
     raise typer.Exit(1 if summary.failed else 0)
 
 
@@ -234,7 +251,7 @@ def finish(
 
     with ProgressReporter(False) as reporter:
         summary = ranges.finish(path, reporter)
-    answers.give(replace(summary, warnings=tuple(reporter.warnings)), format)
+    answers.give(replace(summary, warnings=tuple(reporter.warnings), passed_over=reporter.passed_over), format)
     raise typer.Exit(1 if summary.failed else 0)
 
 

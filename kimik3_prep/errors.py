@@ -5,6 +5,10 @@
     │   └── PlanMismatch          the output folder holds a run with other settings (exit 2)
     ├── RunError                  the machine failed us: disk full, worker died (exit 3)
     │   ├── TooManyFailures       `--on-error fail` or `--max-failures` stopped the run (exit 3)
+    │   ├── RunStopped            the run was stopped before its end (exit 3)
+    │   ├── WorkersDoNotStart     worker processes end before they do anything (exit 3)
+    │   ├── PatchesMissing        an item's patches do not fill its place (exit 3)
+    │   ├── FileReplaced          somebody put another file in the place of one being written (exit 3)
     │   └── CannotPrint           standard output takes no more text (exit 3)
     ├── Interrupted               Ctrl-C (exit 130) or SIGTERM (exit 143) stopped the command
     ├── StoreError                stored features cannot be read: a shard is gone, damaged or of another run (exit 3)
@@ -33,7 +37,8 @@ ItemErrorCode = Literal[
     "corrupt",  # the decoder refused the data
     "too_many_pixels",  # above --max-pixels
     "too_many_tokens",  # no scale brings it under --max-tokens
-    "out_of_memory",  # the decoder could not allocate
+    "out_of_memory",  # the decoder could not allocate, or the system killed its process
+    "decoder_crashed",  # the process that decoded it died, twice
     "size_mismatch",  # decoded size differs from the manifest's width and height
     "source_changed",  # the file is not the one that was planned
     "content_hash_mismatch",  # sha256 of the bytes differs from the manifest's content_hash
@@ -103,8 +108,60 @@ class RunError(PrepError):
     exit_code = 3
 
 
+class RunStopped(RunError):
+    """The run was stopped before its end."""
+
+    def __str__(self) -> str:
+        return "the run was stopped. What is committed stays valid: run the same command to continue."
+
+
 class TooManyFailures(RunError):
-    """The run was told to stop at this many failed items."""
+    """More items failed than `--on-error fail` or `--max-failures` allows."""
+
+    def __init__(self, failed: int, allowed: int, first: ItemError | None) -> None:
+        super().__init__(failed, allowed, first)
+        self.failed, self.allowed, self.first = failed, allowed, first
+
+    def __str__(self) -> str:
+        option = "--on-error fail" if self.allowed == 0 else f"--max-failures {self.allowed}"
+        first = f" ({self.first})" if self.first else ""
+        return (
+            f"stopped at {self.failed:,} failed items{first}, as {option} asks. Committed shards stay valid: mend the "
+            "items or record failures (--on-error record), and run again to continue."
+        )
+
+
+class PatchesMissing(RunError):
+    """An item's patches do not fill its place: a fault of this package."""
+
+    def __init__(self, image: str, made: int, planned: int) -> None:
+        super().__init__(image, made, planned)
+        self.image, self.made, self.planned = image, made, planned
+
+    def __str__(self) -> str:
+        return f"{self.made:,} patches were made for {self.image}, {self.planned:,} were planned"
+
+
+class FileReplaced(RunError):
+    """Somebody put another file in the place of one that the run is writing."""
+
+    def __init__(self, path: str) -> None:
+        super().__init__(path)
+        self.path = path
+
+    def __str__(self) -> str:
+        return f"{self.path} is not the file that this run made: something else writes into the output folder"
+
+
+class WorkersDoNotStart(RunError):
+    """Worker processes end before they do anything."""
+
+    def __init__(self, how: str, message: str) -> None:
+        super().__init__(how, message)
+        self.how, self.message = how, message
+
+    def __str__(self) -> str:
+        return f"the worker processes do not start: {self.how}{': ' if self.message else ''}{self.message}"
 
 
 class CannotPrint(RunError):

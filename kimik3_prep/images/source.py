@@ -66,6 +66,15 @@ def read_whole(source: str) -> Encoded:
         return Encoded(file.read(), stamp)
 
 
+def read_head(source: str) -> Encoded:
+    """Read as much of a source as holds nearly every image's header. Raises as `read_whole` does.
+
+    The source ends there when its stamp says so: `len(encoded.content) == encoded.stamp.size`.
+    """
+    with foreign_errors(), opened(source, whole=False) as (file, stamp):
+        return Encoded(file.read(_HEAD), stamp)
+
+
 def read_file(source: str) -> tuple[bytes, str]:
     """All bytes of a resolved `source` and their hash, "sha256:<64 hex>". Raises as `read_whole` does."""
     encoded = read_whole(source)

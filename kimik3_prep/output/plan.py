@@ -8,17 +8,20 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from kimik3_prep.checkpoint.grid import Grid, GridRule
+from kimik3_prep.checkpoint.grid import GridRule
+
+if TYPE_CHECKING:
+    pass
+
 from kimik3_prep.errors import InputError, ItemError, Problem
-from kimik3_prep.images.source import Stamp
 from kimik3_prep.manifest.read import ITEM_SCHEMA
 from kimik3_prep.output.spans import GROUPS, Headers, Ints, Spans
 
@@ -43,51 +46,6 @@ PLAN_SCHEMA = pa.schema(
         ("error_message", pa.string()),
     ]
 )
-
-
-@dataclass(frozen=True, slots=True)
-class PlannedItem:
-    """One stored image and where its patches go: `pixel_values[patch_start : patch_start + patch_count]`.
-
-    also: other names that rows give it. mode: of the header, None where none was read. width, height: pixels, of the
-    header where `probed`, else of the manifest; 0 for local items that give none. in_patch_limit: what the config's was
-    lowered to for this image; None where it was not.
-    """
-
-    image: str
-    also: tuple[str, ...]
-    content_hash: str | None
-    mode: str | None
-    width: int
-    height: int
-    probed: bool
-    source_size: int | None
-    source_mtime_ns: int | None
-    grid: Grid
-    in_patch_limit: int | None
-    row: int
-    patch_start: int
-
-    @property
-    def patch_count(self) -> int:
-        """Number of patches of the span."""
-        return self.grid.patches
-
-
-@dataclass(frozen=True, slots=True)
-class ShardPlan:
-    """One shard: its stored images in row order, and the plan rows (`PLAN_SCHEMA`) that refer to them."""
-
-    name: str
-    group: str
-    items: tuple[PlannedItem, ...]
-    rows: pa.Table
-
-    @property
-    def patches(self) -> int:
-        """Length of the shard's `pixel_values`."""
-        last = self.items[-1]
-        return last.patch_start + last.patch_count
 
 
 def make_plan(
@@ -227,52 +185,6 @@ def split_shards(tables: Iterator[pa.Table]) -> Iterator[tuple[str | None, pa.Ta
             held.append(table.slice(begin, end - begin))
     if held:
         yield name, pa.concat_tables(held)
-
-
-def shard_plan(name: str, rows: pa.Table) -> ShardPlan:
-    """The shard that `rows`, all plan rows of one shard, describe."""
-    numbers = rows["row"].to_numpy()
-    first = np.flatnonzero(np.diff(numbers, prepend=-1))
-    stored = rows.take(pa.array(first)).to_pylist()
-    also: dict[int, tuple[str, ...]] = {}
-    if len(first) < len(numbers):
-        repeats = np.setdiff1d(np.arange(len(numbers)), first)
-        images = rows["image"].take(pa.array(repeats)).to_pylist()
-        for row, image in zip(numbers[repeats].tolist(), images, strict=True):
-            if image not in (stored[row]["image"], *also.get(row, ())):
-                also[row] = (*also.get(row, ()), image)
-    items = tuple(_planned_item(row, also.get(row["row"], ())) for row in stored)
-    return ShardPlan(name, name.rpartition("-")[0], items, rows)
-
-
-def one_item(row: pa.Table) -> PlannedItem:
-    """The stored image of one plan row that has not failed."""
-    return _planned_item(row.to_pylist()[0], ())
-
-
-def _planned_item(row: dict[str, Any], also: tuple[str, ...]) -> PlannedItem:
-    return PlannedItem(
-        image=row["image"],
-        also=also,
-        content_hash=row["content_hash"],
-        mode=row["mode"],
-        width=row["width"] or 0,
-        height=row["height"] or 0,
-        probed=row["format"] is not None,
-        source_size=row["source_size"],
-        source_mtime_ns=row["source_mtime_ns"],
-        grid=Grid(*(row[field] or 0 for field in GRID_FIELDS)),
-        in_patch_limit=row["in_patch_limit"],
-        row=row["row"],
-        patch_start=row["patch_start"],
-    )
-
-
-def planned_stamp(item: PlannedItem) -> Stamp | None:
-    """The stamp of the source that was planned; None where it was not opened then."""
-    if item.source_size is None or item.source_mtime_ns is None:
-        return None
-    return Stamp(item.source_size, item.source_mtime_ns)
 
 
 def parse_size(text: str, option: str = "size") -> int:

@@ -64,7 +64,7 @@ class ShardFormat:
 
 
 class ShardWriter:
-    """One shard being filled, in any order and from several threads.
+    """One shard being filled: a file of its planned size, into which worker processes write in any order.
 
     Patches go straight into the file, each image's into its planned place. No buffer of the shard's size ever exists,
     and a full disk is an error of the write that met it.
@@ -72,13 +72,13 @@ class ShardWriter:
 
     def __init__(self, path: Path, form: ShardFormat, images: int, patches: int) -> None:
         self._path = path
-        self._temporary = path.with_name(path.name + ".tmp")
+        self.temporary = path.with_name(path.name + ".tmp")
         self._form = form
         self._data = len(form.header(images, patches)) + images * 24  # where patches start
         self._size = self._data + patches * form.patch_bytes
         with disk_errors(path, self._size):
             path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = _claim(self._temporary)
+            self._file = _claim(self.temporary)
             try:
                 os.ftruncate(self._file, 0)
                 os.ftruncate(self._file, self._size)
@@ -86,10 +86,19 @@ class ShardWriter:
                 self.abort()
                 raise
 
-    def write(self, start: int, patches: memoryview) -> None:
-        """Store whole patches, given as bytes, from patch `start` on. Raises RunError when the disk refuses."""
-        with disk_errors(self._path, self._size):
-            self._write(self._data + start * self._form.patch_bytes, patches)
+    @property
+    def descriptor(self) -> int:
+        """The open file."""
+        return self._file
+
+    @property
+    def inode(self) -> int:
+        """What tells the file from another of its name."""
+        return os.fstat(self._file).st_ino
+
+    def offset(self, patch: int) -> int:
+        """Return the byte at which a patch begins."""
+        return self._data + patch * self._form.patch_bytes
 
     def finish(self, kept: Sequence[tuple[tuple[int, int, int], int, int]]) -> list[tuple[int, int]]:
         """Close the gaps that failed images left, write header and grids, make the file durable under its name.
@@ -113,7 +122,7 @@ class ShardWriter:
                 self._write(0, memoryview(header + grids.tobytes()))
                 os.ftruncate(self._file, data + total * size)
                 os.fsync(self._file)
-                os.replace(self._temporary, self._path)
+                os.replace(self.temporary, self._path)
             except BaseException:
                 self.abort()
                 raise
@@ -122,9 +131,9 @@ class ShardWriter:
         return placed
 
     def abort(self) -> None:
-        """Remove the unfinished file. No thread may write any more."""
+        """Remove the unfinished file. What a worker still writes is lost with it."""
         self._close()
-        self._temporary.unlink(missing_ok=True)
+        self.temporary.unlink(missing_ok=True)
 
     def _write(self, offset: int, content: memoryview) -> None:
         content = content.cast("B")

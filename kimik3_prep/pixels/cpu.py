@@ -22,7 +22,12 @@ from kimik3_prep.checkpoint.levels import DTYPES, Levels, Normaliser, level_tabl
 
 _BAND = 256  # image rows composited at a time, so that float temporaries stay small
 _BLOCK_PIXELS = 1 << 16  # of a block of patches: numpy's loops are long enough, and the block stays in a cache
+_DEVICE_CHANNELS = {"L": 1, "LA": 2, "RGB": 3, "RGBA": 4}
 _FLAT = {"white": 255, "black": 0, "gray": 128}
+
+
+#: The mode of pixels that are resized and over their background; see `pixels_for_device`.
+FINISHED = "finished"
 
 
 def write_patches(
@@ -51,6 +56,17 @@ def rgb_pixels(image: Image.Image, grid: Grid, config: PreprocessorConfig) -> Le
     if config.fill_stage == "after_resize":
         image = fill_background(image, config.background)
     return _pixels_of(image)
+
+
+def pixels_for_device(image: Image.Image, grid: Grid, config: PreprocessorConfig) -> tuple[str, Levels]:
+    """What a device is given of a loaded image: its mode and its pixels, uint8 `[h, w, c]`, contiguous.
+
+    A mode that no device resizes exactly is resized and over its background already, and called `FINISHED`.
+    """
+    exact = image.mode in _DEVICE_CHANNELS and (image.mode == "RGB" or "transparency" not in image.info)
+    if not exact:
+        return FINISHED, np.ascontiguousarray(rgb_pixels(image, grid, config)[..., :3])
+    return image.mode, np.array(image).reshape(image.height, image.width, _DEVICE_CHANNELS[image.mode])
 
 
 def fill_background(image: Image.Image, background: Background | None) -> Image.Image:

@@ -22,7 +22,7 @@ from PIL import Image, ImageDraw, ImageFont
 from kimik3_prep.checkpoint.levels import DTYPES, DType, Floats, Levels, level_table, nearest_levels
 from kimik3_prep.disk import write_whole
 from kimik3_prep.errors import FailedItem, InputError, Problem
-from kimik3_prep.manifest.row import show
+from kimik3_prep.manifest.report import show
 from kimik3_prep.output.shard_file import open_shard
 from kimik3_prep.output.tables import read_index
 from kimik3_prep.reading.stored import StoredRun

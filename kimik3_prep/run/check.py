@@ -16,11 +16,14 @@ from kimik3_prep.errors import INSTALL_RAY, InputError, Problem
 from kimik3_prep.images.address import is_data_url, resolve, split
 from kimik3_prep.images.decode import DEFAULT_MAX_PIXELS
 from kimik3_prep.manifest.read import ITEM_SCHEMA, Manifest, base_of, is_pattern, read_manifest
-from kimik3_prep.manifest.row import show
+from kimik3_prep.manifest.report import PassedOver, show
+from kimik3_prep.manifest.row import NO_SELECTION, Selection
 from kimik3_prep.output.mirror import staging_folder
 from kimik3_prep.remote import protocol_problem, scheme
 from kimik3_prep.run.devices import auto_backend, find_devices
-from kimik3_prep.run.threads import DEFAULT_ITEM_TIMEOUT
+
+#: Seconds; far above what the largest allowed image takes to decode.
+DEFAULT_ITEM_TIMEOUT = 300.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +40,8 @@ class Settings:
     shard_size: int = 512 << 20
     workers: int = 1
     dedupe: Literal["path", "content", "off"] = "path"
+    select: Selection = NO_SELECTION  # which fields of the rows are images and ids
+    image_dir: str | None = None  # where relative paths start; None: where the source lies
     limit: int | None = None
     max_pixels: int = DEFAULT_MAX_PIXELS
     max_tokens: int | None = None
@@ -65,6 +70,9 @@ class Reporter(Protocol):
 
     def warn(self, problem: Problem) -> None:
         """Something to know that stops nothing."""
+
+    def pass_over(self, kinds: tuple[PassedOver, ...]) -> None:
+        """What the source holds that became no item."""
 
     def phase(self, name: str, total: int) -> None:
         """A stage of `total` images begins."""
@@ -113,11 +121,6 @@ def destination(output: str | None, staging: Path | None, manifest: str) -> tupl
     return staging or staging_folder(url), url
 
 
-def default_workers() -> int:
-    """One image thread a processor this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 def check(settings: Settings, reporter: Reporter) -> Checked:
     """Read config and manifest. Raises InputError with the problems of both; warnings go to the reporter."""
     _check_protocols(settings)
@@ -138,7 +141,10 @@ def check(settings: Settings, reporter: Reporter) -> Checked:
         problems += error.problems
         total += error.total
     try:
-        manifest = read_manifest(settings.manifest, settings.limit)
+        manifest = read_manifest(settings.manifest, settings.limit, settings.select, settings.image_dir)
+        for warning in manifest.warnings:
+            reporter.warn(warning)
+        reporter.pass_over(manifest.passed_over)
         found = [*_unknown_protocols(manifest), *(_odd_grids(manifest, config) if config else [])]
         if settings.image_root is not None:
             found += _outside(manifest, settings.image_root)

@@ -18,8 +18,9 @@ from kimik3_prep.output.folder import check_folder, open_run, sweep
 from kimik3_prep.output.tables import Layout, read_run, write_plan
 from kimik3_prep.output.totals import RangeSummary, RunSummary, summarize, summarize_range
 from kimik3_prep.run.check import Reporter, Settings, check
+from kimik3_prep.run.fill import fill, planned_shards
 from kimik3_prep.run.planning import plan
-from kimik3_prep.run.prepare import fill, merge, planned, recipe_of, tell_of_orientations, versions
+from kimik3_prep.run.prepare import merge, recipe_of, tell_of_orientations, versions, workers_of
 
 _NAMED = 10  # missing shards in a sentence
 
@@ -49,14 +50,14 @@ def prepare_range(settings: Settings, reporter: Reporter) -> RangeSummary:
     recipe = recipe_of(settings, checked)
     check_folder(layout)
     number, count = settings.shard_range
-    with contextlib.ExitStack() as held:
+    with contextlib.ExitStack() as held, workers_of(settings) as workers:
         with _planning(layout, count, reporter):
             open_run(layout, recipe, versions(), overwrite=False)
             sweep(layout, shards=False)
             if not layout.plan.is_file():
-                write_plan(layout, plan(settings, checked, reporter))
+                write_plan(layout, plan(settings, checked, workers, reporter))
             held.enter_context(hold(layout.root / f"{LOCK_NAME}-{number}-of-{count}", must=True))
-        skipped = fill(settings, checked.without_items(), layout, recipe, reporter)
+        skipped = fill(settings, checked.without_items(), layout, recipe, workers, reporter)
         whole, mine = (_names(layout, part) for part in (None, settings.shard_range))
         return summarize_range(layout, settings.shard_range, whole, mine, skipped)
 
@@ -105,4 +106,4 @@ def finish(root: Path, reporter: Reporter) -> RunSummary:
 
 
 def _names(layout: Layout, shard_range: tuple[int, int] | None = None) -> list[str]:
-    return [name for name, _ in planned(layout, shard_range) if name is not None]
+    return [name for name, _ in planned_shards(layout, shard_range) if name is not None]

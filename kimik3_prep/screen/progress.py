@@ -11,7 +11,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColum
 from rich.table import Column
 
 from kimik3_prep.errors import Problem
-from kimik3_prep.screen.terminal import err, print_problem, say, size_text
+from kimik3_prep.manifest.report import PassedOver
+from kimik3_prep.screen.terminal import err, print_passed_over, print_problem, say, size_text
 
 _EVERY = 5.0  # seconds between lines where there is no terminal
 _FOR_A_BAR, _FOR_A_NOTE = 70, 100  # columns of a terminal that has room for them
@@ -23,6 +24,7 @@ class ProgressReporter:
 
     def __init__(self, show: bool) -> None:
         self.warnings: list[Problem] = []
+        self.passed_over: tuple[PassedOver, ...] = ()
         self._show = show
         self._lock = threading.Lock()
         # Not rich's `is_terminal`: FORCE_COLOR asks for colours, and a moving bar would fill a log.
@@ -44,6 +46,11 @@ class ProgressReporter:
         """Print a warning, and keep it for the JSON output."""
         self.warnings.append(problem)
         print_problem(problem)
+
+    def pass_over(self, kinds: tuple[PassedOver, ...]) -> None:
+        """Print what a source holds that became no item, and keep it for the JSON output."""
+        self.passed_over += kinds
+        print_passed_over(kinds)
 
     def phase(self, name: str, total: int) -> None:
         """Begin a stage of `total` images."""

@@ -19,10 +19,10 @@ from kimik3_prep.output.plan import (
     PLAN_SCHEMA,
     make_plan,
     parse_size,
-    shard_plan,
     split_shards,
 )
 from kimik3_prep.output.spans import Headers, Spans, find_spans
+from kimik3_prep.run.item import planned_items
 
 RULE = GridRule(14, 2, 65536, 512)
 
@@ -148,10 +148,12 @@ def test_split_and_shard_plan_give_the_rows_back(tmp_path: Path) -> None:
         assert sum(part.num_rows for _, part in parts) == len(rows)
         assert [name for name, _ in parts] == [*dict.fromkeys(table["shard"].to_pylist())]
         for name, part in parts[:-1]:
-            shard = shard_plan(name, part)
-            assert shard.patches == sum(item.grid.patches for item in shard.items)
-            assert [item.row for item in shard.items] == list(range(len(shard.items)))
-            assert shard.group == "cpu"
+            assert name is not None
+            assert name.startswith("cpu-")
+            items = {item.row: item for item in planned_items(part)}
+            assert sorted(items) == list(range(len(items)))
+            ends = [item.patch_start + item.patch_count for item in items.values()]
+            assert max(ends) == sum(item.patch_count for item in items.values())
 
 
 def test_the_plan_does_not_depend_on_where_the_manifest_lies(tmp_path: Path) -> None:
