@@ -167,7 +167,8 @@ def decode_item(
     size = (item.width, item.height)
     source = encoded or resolve(item.image, base)
     try:
-        decoded = decode(source, recipe.max_pixels, item.stamp if same_file else None, recipe.exif, size)
+        stamp = item.stamp if same_file else None
+        decoded = decode(source, recipe.max_pixels, stamp, recipe.exif, size, recipe.formats)
     except ItemError as error:
         if error.code != "size_mismatch":
             raise
@@ -258,16 +259,21 @@ class ProbeImages:
     hash: bool
     """Read the whole file for its hash."""
 
+    formats: tuple[str, ...] = ()
+    """Extra formats that may be read."""
+
     def __call__(self, payload: str, encoded: Encoded | None) -> Header:
         """Probe one image. Raises ItemError."""
         source = resolve(payload, self.base)
         complete = encoded is not None and (encoded.stamp is None or len(encoded.content) == encoded.stamp.size)
         try:
-            probed = probe(encoded or source, self.max_pixels, self.exif, self.hash, spool.MOST if complete else 0)
+            keep = spool.MOST if complete else 0
+            probed = probe(encoded or source, self.max_pixels, self.exif, self.hash, keep, self.formats)
         except ItemError:
             if encoded is None or complete:
                 raise
-            probed = probe(source, self.max_pixels, self.exif)  # the header goes on behind the first bytes
+            # The header goes on behind the first bytes.
+            probed = probe(source, self.max_pixels, self.exif, formats=self.formats)
         stamp = None if probed.stamp is None else (probed.stamp.size, probed.stamp.mtime_ns)
         kept = spool.mine.keep(probed.encoded) if probed.encoded is not None and spool.mine is not None else None
         return Header(probed.width, probed.height, probed.mode, probed.format, stamp, probed.content_hash, kept)
