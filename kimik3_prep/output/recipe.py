@@ -121,6 +121,16 @@ class Recipe:
         return 3 * self.config.patch_size**2 * DTYPES[self.dtype].itemsize
 
 
+def odd_metadata(metadata: Mapping[str, Any]) -> str:
+    """Return what is odd about a recipe's part in a shard or an index; empty if nothing is."""
+    rules = {**_RULES[PreprocessorConfig], **_RULES[Recipe]}
+    names = ("dtype", "index_only", "image_mean", "image_std", "patch_size", "merge_size")
+    for name in names:
+        if name in metadata and not rules[name].allows(metadata[name]):
+            return f"its {name} is {_shown(metadata[name])}, not {rules[name].expected}"
+    return ""
+
+
 def fingerprint(facts: Mapping[str, Any]) -> str:
     """Return the digest of a recipe's facts."""
     return hashlib.sha256(canonical_json(facts).encode()).hexdigest()
@@ -242,22 +252,6 @@ def _odd(kind: type, values: Any, where: str) -> Iterator[Problem]:
             yield Problem(f"{where}.{name}", "is missing", rule.expected)
         elif name in values and not rule.allows(values[name]):
             yield Problem(f"{where}.{name}", f"is {_shown(values[name])}", rule.expected)
-
-
-def odd_metadata(metadata: Any) -> str:
-    """Return what is odd about the metadata of an index or a shard, empty for nothing. Facts may be left out."""
-    if not isinstance(metadata, dict):
-        return f"its metadata is {_shown(metadata)}, not an object"
-    if (version := metadata.get("format", FORMAT)) != FORMAT or isinstance(version, bool):
-        return f"its format is {_shown(version)}, this version reads format {FORMAT}"
-    config = ("image_mean", "image_std", "patch_size", "merge_size")
-    rules = {name: _RULES[PreprocessorConfig][name] for name in config}
-    rules |= {name: _RULES[Recipe][name] for name in ("dtype", "index_only")}
-    rules |= dict.fromkeys(("fingerprint", "group", "shard"), _TEXT)
-    for name, rule in rules.items():
-        if name in metadata and not rule.allows(metadata[name]):
-            return f"{name} in its metadata is {_shown(metadata[name])}, not {rule.expected}"
-    return ""
 
 
 def _shown(value: Any) -> str:

@@ -19,7 +19,7 @@ from kimik3_prep import strict_json
 from kimik3_prep.checkpoint.levels import DTYPES, DType
 from kimik3_prep.disk import claim, disk_errors, regular, sync
 from kimik3_prep.errors import InputError, Problem, RunError
-from kimik3_prep.output.recipe import Recipe, canonical_json, odd_metadata
+from kimik3_prep.output.recipe import FORMAT, Recipe, canonical_json, odd_metadata
 
 #: The one metadata key of a shard and of an index. Several keys would come out in random order.
 METADATA_KEY = "kimik3_prep"
@@ -228,8 +228,10 @@ def _unlike_ours(metadata: Any, tensors: Mapping[str, Tensor]) -> str:
     """What tells a well-formed safetensors file from a shard; empty for a shard."""
     if set(tensors) != {"pixel_values", "grid_thws"}:
         return f"its tensors are {', '.join(sorted(tensors)) or 'none'}, not pixel_values and grid_thws"
-    if metadata is None:
+    if not isinstance(metadata, dict):
         return f"its metadata has no {METADATA_KEY}"
+    if (version := metadata.get("format", FORMAT)) != FORMAT:
+        return f"its format is {version!r}, this version reads format {FORMAT}"
     if reason := odd_metadata(metadata):
         return reason
     pixels, grids = tensors["pixel_values"], tensors["grid_thws"]

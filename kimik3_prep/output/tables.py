@@ -341,6 +341,10 @@ def _unlike_an_index(file: parquet.ParquetFile, wanted: Iterable[str]) -> str:
         metadata = strict_json.parse(texts.pop(), "its metadata")
     except strict_json.JsonProblem as error:
         return str(error)
+    if not isinstance(metadata, dict):
+        return "its metadata is no object"
+    if (version := metadata.get("format", FORMAT)) != FORMAT:
+        return f"its format is {version!r}, this version reads format {FORMAT}"
     return odd_metadata(metadata)
 
 

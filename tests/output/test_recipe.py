@@ -153,21 +153,17 @@ def test_what_follows_from_a_recipe() -> None:
 @pytest.mark.parametrize(
     ("odd", "words"),
     [
-        ([], "its metadata is [], not an object"),
-        ({"format": 2}, "its format is 2"),
-        ({"format": True}, "its format is true"),
-        ({"merge_size": 0}, "merge_size in its metadata is 0, not a whole number from 1"),
-        ({"merge_size": -1}, "merge_size in its metadata is -1"),
-        ({"patch_size": "14"}, 'patch_size in its metadata is "14"'),
+        ({"merge_size": 0}, "its merge_size is 0, not a whole number from 1"),
+        ({"merge_size": -1}, "its merge_size is -1"),
+        ({"patch_size": "14"}, 'its patch_size is "14"'),
         (
             {"image_mean": [0.5] * 5},
-            "image_mean in its metadata is [0.5, 0.5, 0.5, 0.5, 0.5], not three",
+            "its image_mean is [0.5, 0.5, 0.5, 0.5, 0.5], not three",
         ),
-        ({"image_std": [0.5, 0.5, 0]}, "image_std in its metadata"),
-        ({"dtype": "float8"}, 'dtype in its metadata is "float8", not one of'),
-        ({"fingerprint": 7}, "fingerprint in its metadata is 7, not a text"),
+        ({"image_std": [0.5, 0.5, 0]}, "its image_std is"),
+        ({"dtype": "float8"}, 'its dtype is "float8", not one of'),
     ],
 )
-def test_odd_metadata_is_said(odd: object, words: str) -> None:
+def test_odd_metadata_is_said(odd: dict[str, Any], words: str) -> None:
     assert odd_metadata(recipe().metadata("cpu", "cpu-00000")) == odd_metadata({}) == ""
     assert odd_metadata(odd).startswith(words)
