@@ -187,32 +187,27 @@ def encode(
     """Encode a manifest of images into shards of pixel features."""
 
     with exit_codes(format):
-        from kimik3_prep.output.plan import parse_size
-        from kimik3_prep.run import (
-            check,
-            ranges,  # inside: these imports take a second, in which Ctrl-C may be pressed
-        )
+        from kimik3_prep.run import check  # inside: these imports take a second, in which Ctrl-C may be pressed
         from kimik3_prep.run import prepare as run
         from kimik3_prep.screen.progress import ProgressReporter
 
-        folder, store = check.destination(output, staging, manifest)
         settings = check.Settings(
             manifest=manifest,
-            output=folder,
-            store=store,
+            output=output or check.default_output(manifest),
+            staging=staging,
             config=config,
             backend=backend,
             dtype=dtype,
             device=device,
-            batch_bytes=parse_size(batch_bytes, "--batch-bytes"),
-            shard_size=parse_size(shard_size, "--shard-size"),
+            batch_bytes=check.parse_size(batch_bytes, "--batch-bytes"),
+            shard_size=check.parse_size(shard_size, "--shard-size"),
             workers=workers or check.default_workers(),
             dedupe=dedupe,
             max_tokens=max_tokens,
             exif=exif,
             limit=limit,
             max_pixels=max_pixels,
-            memory=parse_size(memory, "--memory") if memory else None,
+            memory=check.parse_size(memory, "--memory") if memory else None,
             item_timeout=item_timeout,
             on_error=on_error,
             max_failures=max_failures,
@@ -222,9 +217,9 @@ def encode(
             index_only=index_only,
             engine=engine,
             ray_address=ray_address,
-            shard_range=None if shard_range is None else ranges.parse_range(shard_range),
+            shard_range=None if shard_range is None else check.parse_range(shard_range),
         )
-        work = run.dry_run if dry_run else ranges.prepare_range if settings.shard_range else run.prepare
+        work = run.dry_run if dry_run else run.prepare_range if settings.shard_range else run.prepare
         with ProgressReporter(progress) as reporter:
             summary = work(settings, reporter)
         tell(summary, reporter.warnings, dtype, format)
@@ -239,11 +234,11 @@ def finish(
     """Write the final index, once all ranges of a run have filled their shards."""
 
     with exit_codes(format):
-        from kimik3_prep.run import ranges
+        from kimik3_prep.run import prepare as run
         from kimik3_prep.screen.progress import ProgressReporter
 
         with ProgressReporter(False) as reporter:
-            summary = ranges.finish(path, reporter)
+            summary = run.finish(path, reporter)
         tell(summary, reporter.warnings, "", format)
         raise typer.Exit(1 if summary.failed else 0)
 

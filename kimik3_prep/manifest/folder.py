@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
-from typing import IO, Any, Literal
+from typing import IO, Any, BinaryIO, Literal
 
 import pyarrow as pa
 from PIL import Image
@@ -93,18 +93,17 @@ def gather(wishes: Wishes) -> tuple[Gathered, IO[bytes]]:
             raise InputError(report.problems, report.total)
         lines.file.seek(0)
     if wishes.output is not None:
-        write_whole(wishes.output, lambda path: _copy(lines.file, path, str(wishes.output).endswith(".gz")))
+        write_whole(wishes.output, lambda file: _copy(lines.file, file, str(wishes.output).endswith(".gz")))
         lines.file.seek(0)
     return found, lines.file
 
 
-def _copy(lines: IO[bytes], path: Path, compress: bool) -> None:
-    with open(path, "wb") as file:
-        if not compress:
-            shutil.copyfileobj(lines, file)
-            return
-        with gzip.GzipFile("", "wb", fileobj=file, mtime=0) as packed:  # no name and no time: equal input, equal bytes
-            shutil.copyfileobj(lines, packed)
+def _copy(lines: IO[bytes], file: BinaryIO, compress: bool) -> None:
+    if not compress:
+        shutil.copyfileobj(lines, file)
+        return
+    with gzip.GzipFile("", "wb", fileobj=file, mtime=0) as packed:  # no name and no time: equal input, equal bytes
+        shutil.copyfileobj(lines, packed)
 
 
 class _Lines:

@@ -20,6 +20,9 @@ from kimik3_prep.errors import InputError, Problem
 #: Version of everything on disk. A reader refuses any other.
 FORMAT = 1
 
+#: The one metadata key of a shard and of an index. Several keys would come out in random order.
+METADATA_KEY = "kimik3_prep"
+
 #: Bytes of one stored level, by `--dtype`.
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "uint8": 1}
 

@@ -15,12 +15,9 @@ from typing import Any
 
 import numpy as np
 
-from kimik3_prep.disk import claim, disk_errors, sync
-from kimik3_prep.errors import InputError, Problem, RunError
-from kimik3_prep.output.recipe import FORMAT, ITEM_BYTES, Recipe, canonical_json
-
-#: The one metadata key of a shard and of an index. Several keys would come out in random order.
-METADATA_KEY = "kimik3_prep"
+from kimik3_prep.disk import create, disk_errors, sync
+from kimik3_prep.errors import InputError, Problem, ShardInUse
+from kimik3_prep.output.recipe import FORMAT, METADATA_KEY, Recipe, canonical_json
 
 _MOVED_AT_ONCE = 8 << 20
 
@@ -29,31 +26,25 @@ SAFETENSORS_DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16", "u
 
 @dataclass(frozen=True, slots=True)
 class ShardFormat:
-    """What all shards of a run share. `metadata` is stored as canonical JSON under `METADATA_KEY`."""
+    """What the shards of a run and a group share: everything in a header that is not a number of images or patches."""
 
-    dtype: str
-    patch_size: int
-    metadata: Mapping[str, Any]
-
-    @classmethod
-    def of(cls, recipe: Recipe, group: str) -> ShardFormat:
-        """Return the format of the shards of a group."""
-        return cls(recipe.dtype, recipe.config.patch_size, recipe.metadata(group))
+    recipe: Recipe
+    group: str
 
     @property
     def patch_bytes(self) -> int:
         """Bytes of one stored patch, 3 * p * p levels."""
-        return 3 * self.patch_size**2 * ITEM_BYTES[self.dtype]
+        return self.recipe.patch_bytes
 
     def header(self, images: int, patches: int) -> bytes:
-        """The safetensors header, byte for byte as the library writes it for these two tensors."""
-        grids = images * 3 * 8
+        """Return the safetensors header, byte for byte as the library writes it for these two tensors."""
+        grids, patch = images * 3 * 8, self.recipe.config.patch_size
         tensors = {
-            "__metadata__": {METADATA_KEY: canonical_json(self.metadata)},
+            "__metadata__": {METADATA_KEY: canonical_json(self.recipe.metadata(self.group))},
             "grid_thws": {"dtype": "I64", "shape": [images, 3], "data_offsets": [0, grids]},
             "pixel_values": {
-                "dtype": SAFETENSORS_DTYPES[self.dtype],
-                "shape": [patches, 3, self.patch_size, self.patch_size],
+                "dtype": SAFETENSORS_DTYPES[self.recipe.dtype],
+                "shape": [patches, 3, patch, patch],
                 "data_offsets": [grids, grids + patches * self.patch_bytes],
             },
         }
@@ -63,32 +54,50 @@ class ShardFormat:
 
 
 class ShardWriter:
-    """One shard being filled, in any order and from several threads.
+    """One shard file while it is filled, in any order, by several threads or processes.
 
-    Patches go straight into the file, each image's into its planned place. No buffer of the shard's size ever exists,
-    and a full disk is an error of the write that met it.
+    Patches go straight into the file, each image's to its planned place. No buffer of the shard's size ever exists, and
+    a full disk is an error of the write that met it. Another process writes into `temporary` from `offset` on, and
+    compares `inode` before. The process that made the writer ends it by `finish` or `abort`.
     """
 
     def __init__(self, path: Path, form: ShardFormat, images: int, patches: int) -> None:
+        """Create the file at its planned size. Raises ShardInUse, DiskRefuses."""
         self._path = path
-        self._temporary = path.with_name(path.name + ".tmp")
+        self.temporary = path.with_name(path.name + ".tmp")
         self._form = form
         self._data = len(form.header(images, patches)) + images * 24  # where patches start
         self._size = self._data + patches * form.patch_bytes
         with disk_errors(path, self._size):
             path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = _claim(self._temporary)
             try:
-                os.ftruncate(self._file, 0)
+                self._file = create(self.temporary)
+            except BlockingIOError:
+                raise ShardInUse(str(path)) from None
+            try:
                 os.ftruncate(self._file, self._size)
             except BaseException:
                 self.abort()
                 raise
 
+    @property
+    def descriptor(self) -> int:
+        """The open file."""
+        return self._file
+
+    @property
+    def inode(self) -> int:
+        """What tells the file from another one of its name."""
+        return os.fstat(self._file).st_ino
+
+    def offset(self, patch: int) -> int:
+        """Return the byte where a patch begins in the unfinished file."""
+        return self._data + patch * self._form.patch_bytes
+
     def write(self, start: int, patches: memoryview) -> None:
-        """Store whole patches, given as bytes, from patch `start` on. Raises RunError when the disk refuses."""
+        """Store whole patches, given as bytes, from patch `start` on. Raises DiskRefuses."""
         with disk_errors(self._path, self._size):
-            self._write(self._data + start * self._form.patch_bytes, patches)
+            self._write(self.offset(start), patches)
 
     def finish(self, kept: Sequence[tuple[tuple[int, int, int], int, int]]) -> list[tuple[int, int]]:
         """Close the gaps that failed images left, write header and grids, make the file durable under its name.
@@ -112,7 +121,7 @@ class ShardWriter:
                 self._write(0, memoryview(header + grids.tobytes()))
                 os.ftruncate(self._file, data + total * size)
                 os.fsync(self._file)
-                os.replace(self._temporary, self._path)
+                os.replace(self.temporary, self._path)
             except BaseException:
                 self.abort()
                 raise
@@ -123,7 +132,7 @@ class ShardWriter:
     def abort(self) -> None:
         """Remove the unfinished file. No thread may write any more."""
         self._close()
-        self._temporary.unlink(missing_ok=True)
+        self.temporary.unlink(missing_ok=True)
 
     def _write(self, offset: int, content: memoryview) -> None:
         content = content.cast("B")
@@ -142,14 +151,6 @@ class ShardWriter:
     def _close(self) -> None:
         if "_file" in self.__dict__:
             os.close(self.__dict__.pop("_file"))
-
-
-def _claim(path: Path) -> int:
-    try:
-        return claim(path)
-    except BlockingIOError:
-        text = f"another run is writing {path}: wait until it has ended, or choose another --output"
-        raise RunError(text) from None
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,9 +10,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from kimik3_prep.output.folder import Output
 from kimik3_prep.output.recipe import ITEM_BYTES
-from kimik3_prep.output.spans import GROUPS
-from kimik3_prep.output.tables import Layout, read_index
+from kimik3_prep.output.tables import GROUPS
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ class RunSummary:
     tokens: int
     size: int
     shards: int
-    skipped: int
+    skipped: int | None
     index_only: bool = False
 
 
@@ -100,21 +100,17 @@ def summarize_plan(table: pa.Table, patch_size: int) -> PlanSummary:
     )
 
 
-def summarize(layout: Layout, skipped: int = 0, sizes: Sequence[int] | None = None) -> RunSummary:
-    """Totals of a finished run. `skipped`: shards that were committed before; -1 when all of the run was.
-
-    sizes: of all shards in bytes, where they do not lie in the folder.
-    """
+def summarize(output: Output, skipped: int | None = 0) -> RunSummary:
+    """Totals of a finished run. `skipped`: shards that were committed before; None when all of the run was."""
     columns = [*_FAILURE, "status", "shard", "row", "patch_count", "num_tokens"]
-    table = read_index(layout.index, columns)
+    table = output.read_index(columns)
     failed = table.filter(pc.equal(table["status"], "failed"))
     ok = table.filter(pc.equal(table["status"], "ok"))
     stored = ok.filter(pc.is_valid(ok["shard"])).group_by(["shard", "row"]).aggregate([("patch_count", "min")])
     index_only = ok.num_rows > 0 and stored.num_rows == 0
-    if sizes is None:
-        sizes = [path.stat().st_size for path in layout.committed_shards()]
+    sizes = output.shard_sizes()
     return RunSummary(
-        output=layout.name,
+        output=output.name,
         rows=table.num_rows,
         ok=ok.num_rows,
         failed=failed.num_rows,
@@ -130,25 +126,23 @@ def summarize(layout: Layout, skipped: int = 0, sizes: Sequence[int] | None = No
 
 
 def summarize_range(
-    layout: Layout, shard_range: tuple[int, int], planned: Sequence[str], mine: Sequence[str], skipped: int
+    output: Output, shard_range: tuple[int, int], planned: Sequence[str], mine: Sequence[str], skipped: int
 ) -> RangeSummary:
     """Totals of a range whose shards, `mine` among all that are `planned`, are committed."""
-    tables = [
-        read_index(layout.shard_index(name), [*_FAILURE, "status"]).replace_schema_metadata(None) for name in mine
-    ]
+    tables = [output.read_shard_index(name, [*_FAILURE, "status"]).replace_schema_metadata(None) for name in mine]
     failed = [table.filter(pc.equal(table["status"], "failed")) for table in tables]
     rows, lost = (sum(table.num_rows for table in some) for some in (tables, failed))
     return RangeSummary(
-        output=layout.name,
+        output=output.name,
         shard_range=f"{shard_range[0]}/{shard_range[1]}",
         rows=rows,
         ok=rows - lost,
         failed=lost,
         failures=_failures(pa.concat_tables(failed)) if failed else (),
         shards=len(mine),
-        size=sum(layout.shard(name).stat().st_size for name in mine),
+        size=sum(output.shard(name).stat().st_size for name in mine),
         skipped=skipped,
-        committed=sum(map(layout.committed, planned)),
+        committed=sum(map(output.committed, planned)),
         planned=len(planned),
     )
 

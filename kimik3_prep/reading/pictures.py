@@ -90,7 +90,7 @@ def _write(run: StoredRun, row: int, stored: npt.NDArray[np.float32], folder: Pa
         pixels = pixels[: height - padding[1], : width - padding[0]]
     name = f"{row:06d}-{_UNSAFE.sub('_', about['id'])[:_MOST_OF_AN_ID]}{'-grid' * grid}.png"
     image = Image.fromarray(np.ascontiguousarray(pixels), "RGB")
-    write_whole(folder / name, lambda path: image.save(path, "PNG"))
+    write_whole(folder / name, lambda file: image.save(file, "PNG"))
     return Picture(about["id"], str(folder / name), image.width, image.height, padding, strays, grid)
 
 

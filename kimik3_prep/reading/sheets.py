@@ -152,7 +152,7 @@ def _write(shard: Shard, images: Sequence[_Image], path: Path) -> Sheet:
         page.paste(shown, (x + (_SIDE - shown.width) // 2, y + _SIDE - shown.height))
         for line, text in enumerate((_caption(image, font), note)):
             draw.text((x, y + _SIDE + 3 + line * _LEADING), text, (0, 0, 0), font)
-    write_whole(path, lambda target: page.save(target, "PNG"))
+    write_whole(path, lambda file: page.save(file, "PNG"))
     return Sheet(str(path), page.width, page.height, tuple(image.row for image in images), strays)
 
 

@@ -31,22 +31,18 @@ from kimik3_prep.images.decode import codec_versions
 from kimik3_prep.images.source import foreign_errors
 from kimik3_prep.manifest.read import base_of
 from kimik3_prep.manifest.row import show
-from kimik3_prep.output.plan import PlannedItem, shard_plan, split_shards
-from kimik3_prep.output.recipe import Recipe, canonical_json
-from kimik3_prep.output.shard_file import METADATA_KEY, Shard, ShardFormat, open_shard
+from kimik3_prep.output.folder import OURS, OURS_IN_ROOT, Output, RunRecord
+from kimik3_prep.output.recipe import METADATA_KEY, Recipe, canonical_json
+from kimik3_prep.output.shard_file import Shard, ShardFormat, open_shard
 from kimik3_prep.output.tables import (
     INDEX_SCHEMA,
-    OURS,
-    OURS_IN_ROOT,
-    Layout,
     Outcome,
-    RunRecord,
+    PlannedItem,
     Stored,
     index_table,
     planned_table,
-    read_index,
-    read_plan,
-    read_run,
+    shard_plan,
+    split_shards,
 )
 from kimik3_prep.remote import refuse
 
@@ -114,8 +110,8 @@ class Comparison:
 def verify(root: Path, comparison: Comparison | None = None) -> Verification:
     """Check an output folder. Raises InputError where it is none, and where the comparison cannot be made."""
     refuse(root)
-    layout = Layout(root)
-    record = read_run(layout)
+    layout = Output(root)
+    record = layout.record()
     if record is None:
         raise InputError([Problem(str(root), "no run.json in it", "a folder that `kimik3-prep encode` wrote")])
     again = None if comparison is None else _Again(layout, record, comparison)
@@ -175,7 +171,7 @@ def _images(index: pa.Table) -> list[_Image]:
 class _Run:
     """One pass over a folder; counts what it has read."""
 
-    def __init__(self, layout: Layout, recipe: Recipe) -> None:
+    def __init__(self, layout: Output, recipe: Recipe) -> None:
         self.layout = layout
         self.recipe = recipe
         self.rows = self.images = self.shards = self.bytes = 0
@@ -186,7 +182,7 @@ class _Run:
         parts: list[pa.Table] | None = []
         index: pa.Table | None
         try:
-            for name, rows in split_shards(read_plan(self.layout)):
+            for name, rows in split_shards(self.layout.read_plan()):
                 self.rows += rows.num_rows
                 if self.recipe.index_only:
                     index = planned_table(rows, self.recipe.dedupe == "content")
@@ -211,7 +207,7 @@ class _Run:
 
     def _index(self, name: str) -> pa.Table | None:
         try:
-            return read_index(self.layout.shard_index(name)).replace_schema_metadata(None)
+            return self.layout.read_shard_index(name).replace_schema_metadata(None)
         except InputError:
             return None
 
@@ -235,7 +231,7 @@ class _Run:
             yield Finding(file, None, error.problems[0].what, todo)
             return
         self.shards += 1
-        yield from self._bytes_match(shard, file, ShardFormat.of(self.recipe, group), index, todo)
+        yield from self._bytes_match(shard, file, ShardFormat(self.recipe, group), index, todo)
 
     def _index_matches(
         self, path: Path, rows: pa.Table, index: pa.Table, metadata: dict[str, Any], todo: str
@@ -293,7 +289,7 @@ class _Run:
             yield Finding(file, None, "is missing: the run is not finished", _AGAIN)
             return
         try:
-            index = read_index(self.layout.index).replace_schema_metadata(None)
+            index = self.layout.read_index().replace_schema_metadata(None)
         except InputError as error:
             yield Finding(file, None, error.problems[0].what, todo)
             return
@@ -372,7 +368,7 @@ class _Computer(Protocol):
 class _Again:
     """Stored images computed anew. Only images whose stored bytes are intact: damage has a finding already."""
 
-    def __init__(self, layout: Layout, record: RunRecord, comparison: Comparison) -> None:
+    def __init__(self, layout: Output, record: RunRecord, comparison: Comparison) -> None:
         self.compared = 0
         self._layout, self._record, self._sample = layout, record, comparison.sample
         self._base = base_of(comparison.manifest) if comparison.manifest else str(Path.cwd())
@@ -404,7 +400,7 @@ class _Again:
             if name is None or not self._layout.committed(name):
                 continue
             try:
-                index = read_index(self._layout.shard_index(name))
+                index = self._layout.read_shard_index(name)
             except InputError:
                 continue
             if index["item"].to_pylist() != rows["item"].to_pylist():
@@ -459,13 +455,13 @@ def _versions_compared(record: RunRecord) -> str:
     )
 
 
-def _readable(layout: Layout) -> Iterator[pa.Table]:
+def _readable(layout: Output) -> Iterator[pa.Table]:
     """The plan up to where it is damaged. That has a finding of its own."""
     with suppress(InputError):
-        yield from read_plan(layout)
+        yield from layout.read_plan()
 
 
-def _check_base(layout: Layout, base: str) -> None:
+def _check_base(layout: Output, base: str) -> None:
     """Raises InputError where images were named relative to a manifest that lies elsewhere: none of them is here."""
     missing = ""
     for rows in _readable(layout):

@@ -7,8 +7,8 @@ import torch
 from kimik3_prep.errors import ItemError
 from kimik3_prep.images.decode import Decoded, decode
 from kimik3_prep.images.source import Stamp, foreign_errors, read_file
-from kimik3_prep.output.plan import PlannedItem, planned_stamp
 from kimik3_prep.output.recipe import Recipe
+from kimik3_prep.output.tables import PlannedItem
 from kimik3_prep.pixels.cpu import TORCH_DTYPES, write_patches
 from kimik3_prep.pixels.ready import cast_features, read_features
 
@@ -23,7 +23,7 @@ def features(item: PlannedItem, source: str, recipe: Recipe, same_file: bool = F
     if not item.grid.new_w:  # features made elsewhere
         content, content_hash = read_file(source)
         return cast_features(read_features(content, item.grid.thw, config), config, dtype), content_hash
-    decoded = planned_image(item, source, recipe, planned_stamp(item) if same_file else None)
+    decoded = planned_image(item, source, recipe, item.stamp if same_file else None)
     out = torch.empty((item.patch_count, 3, config.patch_size, config.patch_size), dtype=dtype)
     with foreign_errors():
         write_patches(decoded.image, item.grid, config, out)

@@ -18,11 +18,8 @@ from typing import Any
 import pyarrow as pa
 
 from kimik3_prep import __version__
-from kimik3_prep.disk import LOCK_NAME, hold
 from kimik3_prep.errors import INSTALL_RAY, InputError, ItemError, PrepError, Problem, RunError
 from kimik3_prep.images.decode import codec_versions
-from kimik3_prep.output.folder import clear_shard
-from kimik3_prep.output.tables import Layout
 from kimik3_prep.run.jobs import Control, ShardJob, ShardResult
 from kimik3_prep.run.threads import ImageThreads, Stopped
 from kimik3_prep.run.work import materialize_shard, start_worker
@@ -96,7 +93,7 @@ def run_ray(jobs: Iterable[ShardJob], workers: int, address: str, control: Contr
     except BaseException:
         control.stop.set()
         for job in pending.values():
-            clear_shard(Layout(job.root), job.shard.name, _GRACE)
+            job.output.clear_shard(job.shard.name, _GRACE)
         raise
 
 
@@ -173,7 +170,7 @@ def _portable(job: ShardJob) -> ShardJob:
     rows = job.shard.rows.take(pa.array(range(job.shard.rows.num_rows)))
     return replace(
         job,
-        root=job.root.absolute(),
+        output=job.output.absolute(),
         base=os.path.abspath(job.base),
         shard=replace(job.shard, rows=rows),
         device="cuda" if job.device.startswith("cuda") else job.device,
@@ -208,7 +205,7 @@ def _ray_task(
         _check_versions(versions)
         with (
             # Whoever is given this folder next must not meet a worker that has outlived its run.
-            hold(job.root / f"{LOCK_NAME}-{job.shard.name}", _PATIENCE),
+            job.output.holding_shard(job.shard.name, _PATIENCE),
             ImageThreads(workers, "image", item_timeout, control.stop, start_worker) as images,
         ):
             start_worker()

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import torch
 
@@ -14,9 +12,9 @@ from kimik3_prep.checkpoint.config import PreprocessorConfig
 from kimik3_prep.errors import ItemError
 from kimik3_prep.images.address import resolve
 from kimik3_prep.images.decode import Decoded, decode
-from kimik3_prep.images.source import Stamp
-from kimik3_prep.output.plan import PlannedItem, ShardPlan, planned_stamp
+from kimik3_prep.output.folder import Output
 from kimik3_prep.output.recipe import Recipe
+from kimik3_prep.output.tables import PlannedItem, ShardPlan
 from kimik3_prep.pixels.cpu import TORCH_DTYPES
 from kimik3_prep.run.memory import Room, available_memory
 from kimik3_prep.run.threads import DEFAULT_ITEM_TIMEOUT
@@ -26,17 +24,16 @@ from kimik3_prep.run.threads import DEFAULT_ITEM_TIMEOUT
 class ShardJob:
     """Everything one shard needs, picklable.
 
-    store: URL that the shard is sent to once it is complete in `root`; None where it stays. base: folder that relative
+    base: folder that relative
     paths start from. device and batch_bytes (source pixels of a batch): gpu shards only.
     """
 
-    root: Path
+    output: Output
     base: str
     shard: ShardPlan
     recipe: Recipe
     device: str
     batch_bytes: int
-    store: str | None = None
 
     @property
     def config(self) -> PreprocessorConfig:
@@ -95,25 +92,10 @@ def check_hash(item: PlannedItem, content_hash: str) -> None:
 
 
 def decode_item(item: PlannedItem, job: ShardJob) -> Decoded:
-    """The decoded image, which must be what the manifest promised and what the plan made room for.
-
-    Where its file is gone, and its bytes are known to be those of others too, one of these will do.
-    """
-    try:
-        return _decode_file(item.image, planned_stamp(item), item, job)
-    except ItemError as error:
-        if item.content_hash is None or error.code not in ("not_found", "permission_denied", "source_changed"):
-            raise
-        for name in item.also:
-            with contextlib.suppress(ItemError):
-                return _decode_file(name, None, item, job)
-        raise
-
-
-def _decode_file(name: str, planned: Stamp | None, item: PlannedItem, job: ShardJob) -> Decoded:
+    """The decoded image, which must be what the manifest promised and what the plan made room for."""
     size = (item.width, item.height)
     try:
-        decoded = decode(resolve(name, job.base), job.recipe.max_pixels, planned, job.recipe.exif, size)
+        decoded = decode(resolve(item.image, job.base), job.recipe.max_pixels, item.stamp, job.recipe.exif, size)
     except ItemError as error:
         if error.code != "size_mismatch":
             raise

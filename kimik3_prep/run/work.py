@@ -18,10 +18,8 @@ from kimik3_prep.errors import ItemError, RunError
 from kimik3_prep.images.address import resolve
 from kimik3_prep.images.decode import Decoded
 from kimik3_prep.images.source import foreign_errors, read_file
-from kimik3_prep.output.mirror import commit_shard
-from kimik3_prep.output.plan import PlannedItem
 from kimik3_prep.output.shard_file import ShardFormat, ShardWriter
-from kimik3_prep.output.tables import Layout, Outcome, Stored, index_table, write_shard_index
+from kimik3_prep.output.tables import Outcome, PlannedItem, Stored, index_table
 from kimik3_prep.pixels.cpu import PatchMaker, rgb_pixels
 from kimik3_prep.pixels.device import Batches, DeviceBackend, Upload, upload
 from kimik3_prep.pixels.ready import cast_features, read_features
@@ -60,11 +58,10 @@ def materialize_shard(job: ShardJob, images: Executor, control: Control) -> Shar
     A failed image is recorded and leaves no gap. Raises RunError when the disk fails and Stopped when asked to stop;
     then nothing of the shard stays behind.
     """
-    layout = Layout(job.root, job.store)
-    items = job.shard.items
+    output, items = job.output, job.shard.items
     fill = {"cpu": _fill_on_cpu, "gpu": _fill_on_device, "local": _fill_from_files}[job.shard.group]
-    form = ShardFormat.of(job.recipe, job.shard.group)
-    writer = ShardWriter(layout.shard(job.shard.name), form, len(items), job.shard.patches)
+    form = ShardFormat(job.recipe, job.shard.group)
+    writer = ShardWriter(output.shard(job.shard.name), form, len(items), job.shard.patches)
     try:
         results = fill(job, writer, images, control)
     except BaseException:
@@ -77,11 +74,10 @@ def materialize_shard(job: ShardJob, images: Executor, control: Control) -> Shar
         row: result if isinstance(result, ItemError) else result.stored(*placed[row]) for row, result in results.items()
     }
     table = index_table(job.shard.rows, outcomes)
-    write_shard_index(layout, job.shard.name, table, form.metadata)
     failed = table["error_code"].length() - table["error_code"].null_count
     patches = sum(item.patch_count for item in kept)
-    size = layout.shard(job.shard.name).stat().st_size
-    commit_shard(layout, job.shard.name)
+    size = output.shard(job.shard.name).stat().st_size
+    output.commit(job.shard.name, table, job.recipe)
     return ShardResult(job.shard.name, table.num_rows - failed, failed, len(kept), patches, size)
 
 

@@ -190,7 +190,7 @@ def print_summary(summary: PlanSummary | RangeSummary | RunSummary, dtype: str) 
 
 def print_run(summary: RunSummary) -> None:
     """What a run came to."""
-    if summary.skipped < 0:
+    if summary.skipped is None:
         say(out, "This run was finished before; nothing to do.")
     elif summary.skipped:
         was = "was" if summary.skipped == 1 else "were"

@@ -12,8 +12,8 @@ import xxhash
 from conftest import Silent, picture, write_manifest
 
 from kimik3_prep.errors import ItemError
-from kimik3_prep.output.plan import shard_plan
 from kimik3_prep.output.recipe import Recipe
+from kimik3_prep.output.tables import shard_plan
 from kimik3_prep.run.check import Settings
 from kimik3_prep.run.compute import features
 from kimik3_prep.run.prepare import prepare

@@ -163,7 +163,7 @@ def test_a_second_identical_run_does_nothing(mixed: Path, tmp_path: Path, monkey
     monkeypatch.setattr(work, "materialize_shard", None)
     second = encode(mixed, tmp_path / "out")
     assert before == {path: path.stat().st_mtime_ns for path in (tmp_path / "out").rglob("*")}
-    assert (second.rows, second.ok, second.failed, second.skipped) == (first.rows, first.ok, first.failed, -1)
+    assert (second.rows, second.ok, second.failed, second.skipped) == (first.rows, first.ok, first.failed, None)
 
 
 def test_a_run_goes_on_from_what_is_committed(mixed: Path, tmp_path: Path) -> None:
@@ -597,7 +597,7 @@ def test_an_index_only_run_tells_what_a_whole_run_would(mixed: Path, tmp_path: P
     assert (alone.images, alone.shards, alone.size, alone.index_only) == (0, 0, 0, True)
     assert alone.patches == sum(row["patch_count"] or 0 for row in index.to_pylist())
     assert sorted(path.name for path in (tmp_path / "alone").iterdir()) == ["index.parquet", "plan.parquet", "run.json"]
-    assert encode(mixed, tmp_path / "alone", max_tokens=60, index_only=True).skipped == -1
+    assert encode(mixed, tmp_path / "alone", max_tokens=60, index_only=True).skipped is None
     with pytest.raises(PlanMismatch, match="index_only"):
         encode(mixed, tmp_path / "alone", max_tokens=60, dtype="uint8")
 

@@ -17,9 +17,10 @@ from conftest import picture, recipe, write_manifest
 from kimik3_prep.checkpoint.config import PreprocessorConfig
 from kimik3_prep.errors import ItemError
 from kimik3_prep.manifest.read import read_manifest
-from kimik3_prep.output.plan import make_plan, shard_plan
-from kimik3_prep.output.spans import Headers, find_spans
+from kimik3_prep.output.folder import Output
+from kimik3_prep.output.tables import shard_plan
 from kimik3_prep.run.jobs import Control, ShardJob
+from kimik3_prep.run.planning import Headers, find_spans, make_plan
 from kimik3_prep.run.threads import Stopped
 from kimik3_prep.run.work import materialize_shard
 
@@ -39,7 +40,7 @@ def job(folder: Path, config: PreprocessorConfig, root: str = "out", backend: st
     table = make_plan(manifest.items, spans, headers, config.grid_rule(), 10_000)
     shard = shard_plan(table["shard"][0].as_py(), table)
     made_by = recipe(config=config, dtype="uint8", max_pixels=10**6)
-    return ShardJob(folder / root, manifest.base, shard, made_by, "cpu", 1 << 20)
+    return ShardJob(Output(folder / root), manifest.base, shard, made_by, "cpu", 1 << 20)
 
 
 @pytest.mark.parametrize("backend", ["cpu", "gpu"])

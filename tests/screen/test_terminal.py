@@ -16,7 +16,7 @@ from rich.console import Console
 from kimik3_prep.checkpoint.config import Diagnosis, Setting
 from kimik3_prep.errors import InputError, Problem, RunError, TooManyFailures
 from kimik3_prep.manifest.folder import Gathered
-from kimik3_prep.output.plan import ITEM_BYTES
+from kimik3_prep.output.recipe import ITEM_BYTES
 from kimik3_prep.output.totals import PlanSummary, RunSummary
 from kimik3_prep.screen import answers as findings
 from kimik3_prep.screen import terminal
@@ -301,12 +301,12 @@ def test_a_run_of_one(capsys: Capture) -> None:
 @pytest.mark.parametrize(
     ("skipped", "line"),
     [
-        (-1, "This run was finished before; nothing to do."),
+        (None, "This run was finished before; nothing to do."),
         (2, "Resumed: 2 shards were committed before."),
         (0, "13 of 14 items ok"),
     ],
 )
-def test_what_was_there_before_is_said(skipped: int, line: str, capsys: Capture) -> None:
+def test_what_was_there_before_is_said(skipped: int | None, line: str, capsys: Capture) -> None:
     terminal.print_run(run(skipped=skipped))
     assert capsys.readouterr().out.startswith(line)
 
