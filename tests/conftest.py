@@ -151,6 +151,13 @@ def encode(manifest: Path, output: Path, **more: Any) -> Any:
     return prepare(settings, Silent())
 
 
+def flip(path: Path, at: int, bit: int = 0) -> None:
+    """Flip one bit of a file."""
+    content = bytearray(path.read_bytes())
+    content[at] ^= 1 << bit
+    path.write_bytes(content)
+
+
 def tree(root: Path) -> dict[str, str]:
     """The digest of every file, and the names of all folders."""
     return {

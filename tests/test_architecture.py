@@ -24,13 +24,13 @@ HOUSE: dict[str, tuple[str, ...]] = {
     "checkpoint": ("levels", "grid", "rules", "config"),
     "images": ("address", "cell", "source", "decode"),
     "manifest": ("row", "tar", "columns", "read", "records", "folder"),
-    "pixels": ("resample", "cpu", "device", "ready"),
+    "pixels": ("resample", "tensors", "cpu", "device", "ready"),
     "output": ("recipe", "tables", "shard_file", "folder", "mirror", "totals"),
     "run": (
         *("threads", "memory", "compute", "jobs", "work", "engines"),
         *("check", "planning", "fill", "prepare"),
     ),
-    "reading": ("stored", "features", "training", "verify", "inspection", "pictures", "sheets"),
+    "reading": ("stored", "engines", "features", "training", "verify", "inspection", "pictures", "sheets"),
     "screen": ("terminal", "progress", "answers", "process"),
 }
 DOORS = ("cli", "__main__")
@@ -53,9 +53,8 @@ LIBRARIES = {
 }
 #: Modules that import torch as they are imported. Nothing on the way to --help, inspect or a dry run imports these.
 OF_TORCH = {
-    *("pixels.resample", "pixels.cpu", "pixels.device", "pixels.ready"),
-    *("run.compute", "run.jobs", "run.work"),
-    *("reading.features", "reading.training"),
+    *("pixels.resample", "pixels.tensors", "pixels.device"),
+    *("reading.engines", "reading.features", "reading.training"),
 }
 
 #: What the package itself offers: type checkers see the import, and it runs when somebody asks for the name.
@@ -221,12 +220,15 @@ def command(*arguments: object, python: tuple[str, ...] = ("-c", SNIPPET)) -> su
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """A manifest and the output of its run, made by a command that needs torch: the snippet must notice."""
+    """A manifest and the output of its run. A run on a device needs torch, and the snippet must notice it."""
     folder = tmp_path_factory.mktemp("run")
     picture(50, 40).save(folder / "a.png")
     manifest = write_manifest(folder / "m.jsonl", [{"id": "a", "image": "a.png"}])
-    done = command("encode", manifest, "--config", "kimi-k3", "--backend", "cpu", "-o", folder / "out")
+    encode = ("encode", manifest, "--config", "kimi-k3")
+    done = command(*encode, "--backend", "gpu", "--device", "cpu", "-o", folder / "device")
     assert done.returncode == 42, done.stderr
+    done = command(*encode, "--backend", "cpu", "-o", folder / "out")
+    assert done.returncode == 0, done.stderr or "torch was imported"
     return manifest, folder / "out"
 
 
@@ -240,6 +242,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
         ["inspect", "OUT"],
         ["inspect", "OUT/index.parquet"],
         ["verify", "OUT"],
+        ["verify", "OUT", "--against-source", "--manifest", "MANIFEST"],
         ["manifest", "MANIFEST", "--size"],
         ["inspect", "OUT/shards/cpu-00000.safetensors", "--render", "OUT-pictures"],
         ["finish", "OUT"],

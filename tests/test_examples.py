@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from conftest import BINARY, Run, picture, write_manifest
+from stand_ins import tiny_tokenizer
 
 from kimik3_prep import FeatureStore
 
@@ -54,12 +55,23 @@ def test_folder_to_batches(pictures: Path, tmp_path: Path) -> None:
 
 def test_sglang_request(manifest: Path, run: Run, tmp_path: Path) -> None:
     assert run("encode", manifest, "--config", "kimi-k3", "-o", "out").returncode == 1
-    done = example("sglang_request.py", tmp_path / "out", "1", "0")
+    tiny_tokenizer().save_pretrained(tmp_path / "checkpoint")
+    more = ("--tokenizer", tmp_path / "checkpoint", "--question", "?")
+    done = example("sglang_request.py", tmp_path / "out", "1", "0", *more)
     tokens = sum(FeatureStore(tmp_path / "out")[name].num_tokens for name in ("1", "0"))
     assert done.returncode == 0, done.stderr
-    assert f"{tokens:,} image tokens" in done.stdout
-    assert "format: processor_output\nmodality: IMAGE\n" in done.stdout
-    assert f"image_grid_thw: (torch.int64, {(2, 3)})" in done.stdout
+    framing = len("image 450x300") + len("image 400x300") + 2 * 3 + len("?") + 3
+    assert done.stdout.startswith(f"{tokens + framing:,} token ids\nformat: processor_output\nmodality: IMAGE\n")
+    assert "pixel_values: torch.bfloat16 (" in done.stdout
+    assert f"image_grid_thw: torch.int64 {(2, 3)}" in done.stdout
+    for folder, name, said in [
+        ("out", "7", "no item '7'"),
+        ("none", "1", "does not exist"),
+        ("out", "broken", "truncated"),
+    ]:
+        done = example("sglang_request.py", tmp_path / folder, name, *more)
+        assert (done.returncode, done.stderr.count("\n  File")) == (1, 0), done.stderr
+        assert said in done.stderr
 
 
 def test_pack_by_tokens(manifest: Path, run: Run, tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from typing import Any, Literal, NamedTuple
 
 from kimik3_prep.checkpoint.config import Background, PreprocessorConfig
 from kimik3_prep.checkpoint.grid import GridRule
+from kimik3_prep.checkpoint.levels import DTYPES
 from kimik3_prep.errors import InputError, Problem
 
 #: Version of everything on disk. A reader refuses any other.
@@ -22,9 +23,6 @@ FORMAT = 1
 
 #: The one metadata key of a shard and of an index. Several keys would come out in random order.
 METADATA_KEY = "kimik3_prep"
-
-#: Bytes of one stored level, by `--dtype`.
-ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "uint8": 1}
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +111,7 @@ class Recipe:
     @property
     def patch_bytes(self) -> int:
         """Bytes of one stored patch, 3 * p * p levels."""
-        return 3 * self.config.patch_size**2 * ITEM_BYTES[self.dtype]
+        return 3 * self.config.patch_size**2 * DTYPES[self.dtype].itemsize
 
 
 def fingerprint(facts: Mapping[str, Any]) -> str:
@@ -179,7 +177,7 @@ _RULES: dict[type, dict[str, _Rule]] = {
         "manifest": _TEXT,
         "limit": _or_null(_whole(1)),
         "backend": _one_of("cpu", "gpu"),
-        "dtype": _one_of(*ITEM_BYTES),
+        "dtype": _one_of(*DTYPES),
         "index_only": _FLAG,
         "shard_size": _whole(1),
         "dedupe": _one_of("path", "content", "off"),

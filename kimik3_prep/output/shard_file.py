@@ -15,13 +15,14 @@ from typing import Any
 
 import numpy as np
 
+from kimik3_prep.checkpoint.levels import DTYPES, DType
 from kimik3_prep.disk import create, disk_errors, sync
 from kimik3_prep.errors import InputError, Problem, ShardInUse
 from kimik3_prep.output.recipe import FORMAT, METADATA_KEY, Recipe, canonical_json
 
 _MOVED_AT_ONCE = 8 << 20
 
-SAFETENSORS_DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16", "uint8": "U8"}
+_BY_SAFETENSORS = {dtype.safetensors: dtype for dtype in DTYPES.values()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +44,7 @@ class ShardFormat:
             "__metadata__": {METADATA_KEY: canonical_json(self.recipe.metadata(self.group))},
             "grid_thws": {"dtype": "I64", "shape": [images, 3], "data_offsets": [0, grids]},
             "pixel_values": {
-                "dtype": SAFETENSORS_DTYPES[self.recipe.dtype],
+                "dtype": DTYPES[self.recipe.dtype].safetensors,
                 "shape": [patches, 3, patch, patch],
                 "data_offsets": [grids, grids + patches * self.patch_bytes],
             },
@@ -171,20 +172,23 @@ class Shard:
     metadata: dict[str, Any]
     tensors: dict[str, Tensor]
 
+    @property
+    def dtype(self) -> DType:
+        """The dtype of `pixel_values`."""
+        return _BY_SAFETENSORS[self.tensors["pixel_values"].dtype]
+
     def raw(self, name: str) -> np.ndarray[Any, Any]:
         """A tensor as mapped numpy array; bfloat16 comes as uint16 bit patterns."""
         tensor = self.tensors[name]
-        kinds = {"F32": "<f4", "BF16": "<u2", "F16": "<f2", "U8": "u1", "I64": "<i8"}
+        kind = self.dtype.numpy if name == "pixel_values" else np.dtype("<i8")
         if tensor.begin == tensor.end:
-            return np.zeros(tensor.shape, kinds[tensor.dtype])
-        return np.memmap(self.path, kinds[tensor.dtype], "r", tensor.begin, tensor.shape)
+            return np.zeros(tensor.shape, kind)
+        return np.memmap(self.path, kind, "r", tensor.begin, tensor.shape)
 
     def floats(self, name: str, begin: int, end: int) -> np.ndarray[Any, Any]:
         """Rows `begin:end` of a tensor as stored values in float32 (uint8 levels stay levels)."""
         rows = self.raw(name)[begin:end]
-        if self.tensors[name].dtype == "BF16":
-            return (rows.astype(np.uint32) << 16).view(np.float32)
-        return rows.astype(np.float32)
+        return self.dtype.widen(rows) if name == "pixel_values" else rows.astype(np.float32)
 
 
 def open_shard(path: Path) -> Shard:
@@ -220,7 +224,7 @@ def _unlike_ours(metadata: Any, tensors: Mapping[str, Tensor]) -> str:
     if (version := metadata.get("format", FORMAT)) != FORMAT:
         return f"its format is {version!r}, this version reads format {FORMAT}"
     pixels, grids = tensors["pixel_values"], tensors["grid_thws"]
-    if pixels.dtype not in SAFETENSORS_DTYPES.values() or len(pixels.shape) != 4 or pixels.shape[1] != 3:
+    if pixels.dtype not in _BY_SAFETENSORS or len(pixels.shape) != 4 or pixels.shape[1] != 3:
         return f"pixel_values is {pixels.dtype} {list(pixels.shape)}, not [patches, 3, p, p]"
     if grids.dtype != "I64" or grids.shape[1:] != (3,):
         return f"grid_thws is {grids.dtype} {list(grids.shape)}, not I64 [images, 3]"

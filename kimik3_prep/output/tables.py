@@ -19,6 +19,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from pyarrow import parquet
 
+from kimik3_prep import strict_json
 from kimik3_prep.checkpoint.grid import Grid
 from kimik3_prep.errors import InputError, ItemError, Problem
 from kimik3_prep.manifest.read import ITEM_SCHEMA
@@ -302,7 +303,9 @@ def read_plan(path: Path) -> Iterator[pa.Table]:
     try:
         with parquet.ParquetFile(path, memory_map=False) as file:
             for group in range(file.num_row_groups):
-                yield file.read_row_group(group).cast(PLAN_SCHEMA)
+                table = file.read_row_group(group).cast(PLAN_SCHEMA)
+                table.validate(full=True)  # a text that is not UTF-8 breaks readers far from here
+                yield table
     except (OSError, ValueError, pa.ArrowException) as error:
         what, hint = f"not a plan of kimik3-prep: {_one_line(error)}", "--overwrite starts the run anew"
         raise InputError([Problem(str(path), what, hint=hint)]) from error
@@ -315,28 +318,46 @@ def write_index(table: pa.Table, metadata: Mapping[str, Any], file: BinaryIO) ->
 
 
 def read_index(path: Path, columns: Sequence[str] | None = None) -> pa.Table:
-    """An index, whole or some columns of it. Raises InputError for a file that is not one."""
+    """Return an index, whole or some columns of it. Raises InputError for a file that is not one.
+
+    Every text in it is UTF-8, and `index_metadata` can read its metadata.
+    """
     wanted = INDEX_SCHEMA.names if columns is None else list(columns)
     try:
         with parquet.ParquetFile(path, memory_map=False) as file:
-            reason = _unlike_an_index(file.schema_arrow, wanted)
+            reason = _unlike_an_index(file, wanted)
             if not reason:
-                return file.read(None if columns is None else wanted)
+                table = file.read(None if columns is None else wanted)
+                table.validate(full=True)
+                return table
     except (OSError, ValueError, pa.ArrowException) as error:
         reason = _one_line(error)
     raise InputError([Problem(str(path), f"not an index of kimik3-prep: {reason}", "an index.parquet")])
 
 
-def _unlike_an_index(schema: pa.Schema, wanted: Iterable[str]) -> str:
+def index_metadata(table: pa.Table) -> dict[str, Any]:
+    """Return what an index from `read_index` says of its run and its shard."""
+    return dict(json.loads((table.schema.metadata or {}).get(METADATA_KEY.encode(), b"{}")))
+
+
+def _unlike_an_index(file: parquet.ParquetFile, wanted: Iterable[str]) -> str:
     """What tells a well-formed Parquet file from an index; empty for an index."""
+    schema = file.schema_arrow
     places = {name: schema.get_field_index(name) for name in wanted}
     if missing := [name for name, place in places.items() if place < 0]:
         return f"it has no column {missing[0]!r}"
     for name, place in places.items():
         if schema.field(place).type != INDEX_SCHEMA.field(name).type:
             return f"its column {name!r} is {schema.field(place).type}, not {INDEX_SCHEMA.field(name).type}"
-    about = json.loads((schema.metadata or {}).get(METADATA_KEY.encode(), b"{}"))
-    version = about.get("format", FORMAT) if isinstance(about, dict) else about
+    # A Parquet file holds the metadata twice. pyarrow takes a schema's from one place and a table's from the other.
+    texts = {(holder or {}).get(METADATA_KEY.encode(), b"{}") for holder in (schema.metadata, file.metadata.metadata)}
+    if len(texts) > 1:
+        return "its metadata is there twice, and the two differ"
+    try:
+        metadata = strict_json.parse(texts.pop(), "its metadata")
+    except strict_json.JsonProblem as error:
+        return str(error)
+    version = metadata.get("format", FORMAT) if isinstance(metadata, dict) else metadata
     return "" if version == FORMAT else f"its format is {version!r}, this version reads format {FORMAT}"
 
 

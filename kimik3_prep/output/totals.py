@@ -10,8 +10,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from kimik3_prep.checkpoint.levels import DTYPES
 from kimik3_prep.output.folder import Output
-from kimik3_prep.output.recipe import ITEM_BYTES
 from kimik3_prep.output.tables import GROUPS
 
 
@@ -94,7 +94,7 @@ def summarize_plan(table: pa.Table, patch_size: int) -> PlanSummary:
         pixels=pc.sum(pc.multiply(stored["width"], stored["height"])).as_py() or 0,  # null for features files
         patches=patches,
         tokens=int(pc.sum(planned["num_tokens"]).as_py() or 0),
-        bytes_by_dtype={dtype: levels * size for dtype, size in ITEM_BYTES.items()},
+        bytes_by_dtype={name: levels * dtype.itemsize for name, dtype in DTYPES.items()},
         shards={group: groups.count(group) for group in GROUPS if group in groups},
         histogram=histogram(tokens),
     )

@@ -8,47 +8,40 @@ conversions, as it does there; everything after is arithmetic on 8-bit levels, a
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
-import torch
 from PIL import Image
-from torch.utils.dlpack import from_dlpack
 
-from kimik3_prep.checkpoint import levels
 from kimik3_prep.checkpoint.config import Background, PreprocessorConfig
 from kimik3_prep.checkpoint.grid import Grid
-
-TORCH_DTYPES = {
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-    "uint8": torch.uint8,
-}
+from kimik3_prep.checkpoint.levels import DTYPES, Levels, Normaliser, level_table
 
 _BAND = 256  # image rows composited at a time, so that float temporaries stay small
-_BLOCK_BYTES = 2 << 20  # of one block of patches: smaller ones cost threads more in turns at the interpreter lock
+_BLOCK_PIXELS = 1 << 16  # of one block of patches: all that a block becomes on its way fits into the second-level cache
 _FLAT = {"white": 255, "black": 0, "gray": 128}
 
 
-def write_patches(image: Image.Image, grid: Grid, config: PreprocessorConfig, out: torch.Tensor) -> None:
-    """Preprocess one loaded image into `out`, a contiguous `[grid.patches, 3, p, p]` tensor of any storage dtype.
+def write_patches(
+    image: Image.Image, grid: Grid, config: PreprocessorConfig, out: npt.NDArray[Any], dtype: str
+) -> None:
+    """Preprocess one loaded image into `out`, `[grid.patches, 3, p, p]` of `DTYPES[dtype].numpy`.
 
     uint8 receives the levels before normalisation, the other dtypes the normalised values, rounded once to nearest.
     """
     begin = 0
-    for block in PatchMaker(config, out.dtype).blocks(rgb_pixels(image, grid, config), grid):
+    for block in PatchMaker(config, dtype).blocks(rgb_pixels(image, grid, config), grid):
         out[begin : begin + len(block)] = block
         begin += len(block)
 
 
-def rgb_pixels(image: Image.Image, grid: Grid, config: PreprocessorConfig) -> torch.Tensor:
-    """The image resized, over its background: uint8 `[new_h, new_w, >= 3]`, a view whose first three channels are RGB.
+def rgb_pixels(image: Image.Image, grid: Grid, config: PreprocessorConfig) -> Levels:
+    """The image resized, over its background: uint8 `[new_h, new_w, >= 3]`, of which the first three channels are RGB.
 
-    Valid as long as `image` or the tensor is held. Source of the order of steps: the checkpoint's processor.
+    The order of the steps is the checkpoint's processor's.
     """
     if config.fill_stage == "before_resize":
         image = fill_background(image, config.background)
@@ -57,7 +50,7 @@ def rgb_pixels(image: Image.Image, grid: Grid, config: PreprocessorConfig) -> to
         image = image.resize(size, Image.Resampling.BICUBIC)
     if config.fill_stage == "after_resize":
         image = fill_background(image, config.background)
-    return _view(image)
+    return _pixels_of(image)
 
 
 def fill_background(image: Image.Image, background: Background | None) -> Image.Image:
@@ -94,13 +87,13 @@ def backdrop(background: Background, width: int, height: int, top: int = 0) -> n
     return np.where(odd == 1, np.float32(odd_level), np.float32(even_level))
 
 
-def _view(image: Image.Image) -> torch.Tensor:
-    """An RGB image's pixels as uint8 `[h, w, 4]` without a copy where Pillow can lend them, else `[h, w, 3]`."""
+def _pixels_of(image: Image.Image) -> Levels:
+    """An RGB image's pixels as uint8 `[h, w, 4]`, lent by Pillow where it can, else `[h, w, 3]`, a copy."""
     try:
         lent = pa.array(image)
     except ValueError:  # the pixels lie in several blocks: allocated before this process asked for one
-        return torch.from_numpy(np.array(image))
-    return from_dlpack(lent.flatten()).view(image.height, image.width, 4)
+        return np.array(image)
+    return np.asarray(lent.flatten()).reshape(image.height, image.width, 4)
 
 
 # --- patches ------------------------------------------------------------------------------------------------------
@@ -109,104 +102,85 @@ def _view(image: Image.Image) -> torch.Tensor:
 class PatchMaker:
     """Cuts RGB pixels into normalised patches, a block at a time, in buffers it keeps: for one thread.
 
-    A block and its levels stay in the processor's second cache between the steps, and memory that is used again costs
-    no page faults; both cost more than the arithmetic.
+    A block stays in the processor's second-level cache from step to step, and memory that is used again costs no page
+    faults.
     """
 
-    def __init__(self, config: PreprocessorConfig, dtype: torch.dtype) -> None:
+    def __init__(self, config: PreprocessorConfig, dtype: str) -> None:
         self._patch = config.patch_size
-        self._dtype = dtype
-        self._normalise = None if dtype == torch.uint8 else Normaliser(level_table(config), dtype)
-        self._buffers: dict[str, torch.Tensor] = {}
+        self._normalise = None if DTYPES[dtype].holds_levels else Normaliser(_table(config), DTYPES[dtype])
+        self._buffers: dict[str, npt.NDArray[Any]] = {}
 
-    def blocks(self, pixels: torch.Tensor, grid: Grid) -> Iterator[torch.Tensor]:
+    def blocks(self, pixels: Levels, grid: Grid) -> Iterator[npt.NDArray[Any]]:
         """All patches of uint8 `[h, w, >= 3]` pixels in order, zero padded right and below.
 
         Yields contiguous `[n, 3, p, p]` blocks of the storage dtype, each valid until the next is asked for.
         """
         patch, cols = self._patch, grid.cols
-        rows = max(1, min(grid.rows, _BLOCK_BYTES // (cols * 3 * patch * patch * self._dtype.itemsize)))
-        planes = self._buffer("planes", torch.uint8, 3, rows * patch, cols * patch).numpy()
-        spare = self._buffer("spare", torch.int32, rows * patch, pixels.shape[1]).numpy().view(np.uint32)
-        levels = self._buffer("levels", torch.uint8, rows * cols, 3, patch, patch)
-        values = levels if self._normalise is None else self._buffer("values", self._dtype, *levels.shape)
-        planes[:, :, pixels.shape[1] :] = 0
-        source = pixels.numpy()
+        whole = _whole_pixels(pixels)
+        rows = max(1, min(grid.rows, _BLOCK_PIXELS // (cols * patch * patch)))
+        tiles = self._buffer("tiles", np.dtype("<u4"), rows, cols, patch, patch)
+        levels = self._buffer("levels", np.dtype("u1"), rows * cols, 3, patch, patch)
         for first in range(0, grid.rows, rows):
             count = min(rows, grid.rows - first)
-            _separate(source[first * patch : (first + count) * patch], planes, spare)
-            _gather(planes[:, : count * patch], levels[: count * cols].numpy())
-            block = values[: count * cols]
-            if self._normalise is not None:
-                self._normalise(levels[: count * cols], block)
-            yield block
+            _cut(whole[first * patch : (first + count) * patch], tiles[:count])
+            block = levels[: count * cols]
+            _separate(tiles[:count].reshape(-1, patch, patch), block)
+            yield block if self._normalise is None else self._normalise(block)
 
-    def _buffer(self, name: str, dtype: torch.dtype, *shape: int) -> torch.Tensor:
+    def _buffer(self, name: str, dtype: np.dtype[Any], *shape: int) -> npt.NDArray[Any]:
         """A view of the buffer of that name, which grows where it is too small."""
         size = math.prod(shape)
-        if name not in self._buffers or self._buffers[name].numel() < size:
-            self._buffers[name] = torch.empty(size, dtype=dtype)
-        return self._buffers[name][:size].view(shape)
+        if name not in self._buffers or self._buffers[name].size < size:
+            self._buffers[name] = np.empty(size, dtype)
+        return self._buffers[name][:size].reshape(shape)
 
 
-def _separate(band: npt.NDArray[np.uint8], planes: npt.NDArray[np.uint8], spare: npt.NDArray[np.uint32]) -> None:
-    """Rows of pixels `[n, w, >= 3]` to one plane a channel, `[3, >= n, >= w]`; the missing rows become zeros."""
-    rows, width = band.shape[:2]
-    planes[:, rows:] = 0
-    target = planes[:, :rows, :width]
-    if band.shape[2] == 4 and band.flags.c_contiguous and sys.byteorder == "little":
-        # Whole pixels as integers: shifting and narrowing runs on vectors, picking every fourth byte does not.
-        whole = band.view(np.uint32)[..., 0]
-        np.copyto(target[0], whole, casting="unsafe")
-        for channel in (1, 2):
-            shifted = np.right_shift(whole, 8 * channel, out=spare[:rows])
-            np.copyto(target[channel], shifted, casting="unsafe")
-        return
-    for channel in range(3):
-        target[channel] = band[..., channel]
+def _whole_pixels(pixels: Levels) -> npt.NDArray[np.uint32]:
+    """Uint8 `[h, w, >= 3]` as one integer a pixel, `[h, w]`: `[1, 2, 3, 0]` becomes 0x030201.
 
-
-def _gather(planes: npt.NDArray[np.uint8], out: npt.NDArray[np.uint8]) -> None:
-    """Planes `[3, rows * p, cols * p]` to patches `[rows * cols, 3, p, p]`, a run of p bytes as one element."""
-    patch = out.shape[-1]
-    run = np.dtype((np.void, patch))
-    runs = planes.reshape(3, planes.shape[1] // patch, patch, -1, patch).view(run)[..., 0]
-    rows, cols = runs.shape[1], runs.shape[3]
-    out.reshape(rows, cols, 3, patch, patch).view(run)[..., 0] = runs.transpose(1, 3, 0, 2)
-
-
-def level_table(config: PreprocessorConfig) -> torch.Tensor:
-    """`levels.level_table` of a config, as a float32 tensor `[3, 256]`."""
-    return torch.from_numpy(levels.level_table(config.image_mean, config.image_std))
-
-
-class Normaliser:
-    """Levels to normalised values, exactly the table's, by the quickest way that provably gives it.
-
-    For the published constants `level / 127.5 - 1` in float32 gives all 256 values bit for bit, which the constructor
-    checks; for any other constants the table itself is read.
+    Whole pixels move in a quarter of the steps, and shifts run on vectors where picking every fourth byte does not.
     """
+    if pixels.shape[2] != 4 or not pixels.flags.c_contiguous:
+        four = np.zeros((*pixels.shape[:2], 4), np.uint8)
+        four[..., :3] = pixels[..., :3]
+        pixels = four
+    return pixels.view("<u4")[..., 0]
 
-    def __init__(self, table: torch.Tensor, dtype: torch.dtype) -> None:
-        self._table = table.to(dtype)
-        straight = torch.empty(256).copy_(torch.arange(256, dtype=torch.uint8)).div_(127.5).sub_(1.0)
-        self._straight = all(torch.equal(channel, straight) for channel in table)
 
-    def __call__(self, levels: torch.Tensor, out: torch.Tensor) -> None:
-        """Write the values of uint8 `levels` `[n, 3, p, p]` into `out` of the same shape."""
-        if not self._straight:
-            for channel in range(3):
-                index = levels[:, channel].flatten().to(torch.int32)
-                out[:, channel].copy_(self._table[channel].index_select(0, index).view(out[:, channel].shape))
-        elif out.dtype == torch.float32:
-            out.copy_(levels).div_(127.5).sub_(1.0)
-        else:
-            out.copy_(levels.to(torch.float32).div_(127.5).sub_(1.0))
+def _cut(band: npt.NDArray[np.uint32], tiles: npt.NDArray[np.uint32]) -> None:
+    """Rows of pixels to tiles `[rows, cols, p, p]`. Where the band is smaller than the tiles, zeros fill up."""
+    whole, rest = divmod(len(band), tiles.shape[2])
+    _cut_rows(band[: len(band) - rest], tiles[:whole])
+    tiles[whole:] = 0
+    if rest:
+        _cut_rows(band[len(band) - rest :], tiles[whole : whole + 1, :, :rest])
+
+
+def _cut_rows(band: npt.NDArray[np.uint32], tiles: npt.NDArray[np.uint32]) -> None:
+    """Rows of pixels `[rows * n, <= cols * p]` to `[rows, cols, n, p]`; where columns are missing, zeros fill up."""
+    rows, _, height, patch = tiles.shape
+    whole, rest = divmod(band.shape[1], patch)
+    lines = band.reshape(rows, height, band.shape[1])
+    run = np.dtype((np.void, 4 * patch))  # a patch's part of a line moves as one element
+    tiles.view(run)[:, :whole, :, 0] = lines[..., : whole * patch].view(run).swapaxes(1, 2)
+    tiles[:, whole:] = 0
+    if rest:
+        tiles[:, whole, :, :rest] = lines[..., whole * patch :]
+
+
+def _separate(tiles: npt.NDArray[np.uint32], levels: Levels) -> None:
+    """Whole pixels `[n, p, p]`, which are used up, to `[n, 3, p, p]`, a plane for each channel."""
+    for channel in range(3):
+        np.copyto(levels[:, channel], tiles, casting="unsafe")  # keeps the lowest byte
+        np.right_shift(tiles, 8, out=tiles)
 
 
 def lost_levels(config: PreprocessorConfig, dtype: str) -> int:
     """How many of the 256 levels of a channel share a stored value with another one; 0 means lossless storage."""
-    if dtype == "uint8":
-        return 0
-    table = level_table(config).to(TORCH_DTYPES[dtype])
-    return max(256 - len(torch.unique(channel.to(torch.float64))) for channel in table)
+    stored = DTYPES[dtype].of_levels(_table(config))
+    return max(256 - len(np.unique(DTYPES[dtype].widen(channel))) for channel in stored)
+
+
+def _table(config: PreprocessorConfig) -> npt.NDArray[np.float32]:
+    return level_table(config.image_mean, config.image_std)

@@ -20,9 +20,11 @@ from PIL import Image
 
 from kimik3_prep.checkpoint.config import Background, PreprocessorConfig
 from kimik3_prep.checkpoint.grid import Grid
+from kimik3_prep.checkpoint.levels import DTYPES, level_table
 from kimik3_prep.errors import ItemError
-from kimik3_prep.pixels.cpu import backdrop, level_table, rgb_pixels
+from kimik3_prep.pixels.cpu import backdrop, rgb_pixels
 from kimik3_prep.pixels.resample import resize_bicubic
+from kimik3_prep.pixels.tensors import to_tensor, torch_dtype
 
 _CHANNELS = {"L": 1, "LA": 2, "RGB": 3, "RGBA": 4}
 
@@ -52,7 +54,7 @@ def upload(image: Image.Image, grid: Grid, config: PreprocessorConfig) -> Upload
     """Take a loaded image's pixels, doing on the CPU only what the device cannot do exactly."""
     device_can = image.mode in _CHANNELS and (image.mode == "RGB" or "transparency" not in image.info)
     if not device_can:
-        pixels = rgb_pixels(image, grid, config)[..., :3].contiguous()
+        pixels = torch.from_numpy(np.ascontiguousarray(rgb_pixels(image, grid, config)[..., :3]))
         return Upload(BatchKey("finished", grid.new_w, grid.new_h, grid), pixels, True)
     pixels = torch.from_numpy(np.array(image)).view(image.height, image.width, _CHANNELS[image.mode])
     return Upload(BatchKey(image.mode, image.width, image.height, grid), pixels, False)
@@ -61,11 +63,12 @@ def upload(image: Image.Image, grid: Grid, config: PreprocessorConfig) -> Upload
 class DeviceBackend:
     """A device with the tables one config and storage dtype need."""
 
-    def __init__(self, device: torch.device, config: PreprocessorConfig, dtype: torch.dtype) -> None:
+    def __init__(self, device: torch.device, config: PreprocessorConfig, dtype: str) -> None:
         self.device = device
         self._config = config
-        self._dtype = dtype
-        self._table = level_table(config).to(dtype).to(device)
+        self._dtype = torch_dtype(dtype)
+        table = level_table(config.image_mean, config.image_std)
+        self._table = to_tensor(DTYPES[dtype].of_levels(table), dtype).to(device)
         alpha = torch.from_numpy(np.arange(256, dtype=np.float32) / np.float32(255))
         self._alpha = alpha.to(device)
         self._beta = (1 - alpha).to(device)

@@ -1,102 +1,163 @@
-"""Locally preprocessed items: features somebody else computed, checked as a serving engine would, then packed.
+"""Features made elsewhere, checked as a serving engine would check them, then brought to the run's dtype.
 
 The checks are SGLang's for processor output: rank and patch shape, dtype, finite values, as many patches as the grid
-says. A file is safetensors or `.npy`, told apart by its first bytes; nothing is ever unpickled.
+says. A file is safetensors or `.npy`; its first bytes tell which. Nothing is ever unpickled, and no memory is taken for
+a shape before the file is known to hold it.
 """
 
 from __future__ import annotations
 
 import io
+import tokenize
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import safetensors.torch
-import torch
+import numpy.typing as npt
+import safetensors
 
 from kimik3_prep.checkpoint.config import PreprocessorConfig
+from kimik3_prep.checkpoint.levels import DTYPES, DType, Levels, Normaliser, level_table, nearest_levels
 from kimik3_prep.errors import ItemError
-from kimik3_prep.pixels.cpu import level_table
+from kimik3_prep.pixels.cpu import lost_levels
 
-_FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+#: What a file may hold: every storage dtype, and double precision, which no shard holds.
+_READABLE = {**DTYPES, "float64": DType("float64", "F64", np.dtype("<f8"))}
+
+_AT_ONCE = 1024  # patches: comparing takes many times the bytes of what is compared
 
 
-def read_features(content: bytes, thw: tuple[int, int, int], config: PreprocessorConfig) -> torch.Tensor:
-    """The features in a file's bytes, `[t * h * w, 3, p, p]` in their own dtype. Raises ItemError (bad_features)."""
-    values = _load(content, thw)
-    patch = config.patch_size
-    if values.dtype not in (*_FLOATS, torch.uint8):
-        raise _bad(f"pixel_values is {values.dtype}; floating point or uint8 is needed")
-    if values.ndim != 4 or tuple(values.shape[1:]) != (3, patch, patch):
-        raise _bad(f"pixel_values has the shape {list(values.shape)}; [patches, 3, {patch}, {patch}] is needed")
-    patches = thw[0] * thw[1] * thw[2]
-    if values.shape[0] != patches:
-        raise _bad(f"pixel_values has {values.shape[0]:,} patches; grid_thw {list(thw)} needs {patches:,}")
-    if values.is_floating_point() and not torch.isfinite(values).all():
+@dataclass(frozen=True, slots=True)
+class ReadyFeatures:
+    """The features of one file."""
+
+    values: npt.NDArray[Any]
+    """`[patches, 3, p, p]`."""
+    dtype: str
+    """Its name. The numpy type alone does not tell: bfloat16 bit patterns look like any uint16."""
+
+
+def read_features(content: bytes, thw: tuple[int, int, int], config: PreprocessorConfig) -> ReadyFeatures:
+    """The features in a file's bytes, in their own dtype. Raises ItemError (bad_features)."""
+    tensor = _npy(content) if content.startswith(b"\x93NUMPY") else _safetensors(content, thw)
+    if tensor.dtype is None:
+        raise _bad(f"pixel_values is {tensor.kind}; floating point or uint8 is needed")
+    patch, patches = config.patch_size, thw[0] * thw[1] * thw[2]
+    if len(tensor.shape) != 4 or tensor.shape[1:] != (3, patch, patch):
+        raise _bad(f"pixel_values has the shape {list(tensor.shape)}; [patches, 3, {patch}, {patch}] is needed")
+    if tensor.shape[0] != patches:
+        raise _bad(f"pixel_values has {tensor.shape[0]:,} patches; grid_thw {list(thw)} needs {patches:,}")
+    size = patches * 3 * patch * patch * tensor.dtype.itemsize
+    if len(tensor.data) < size:
+        raise _bad(f"not a readable .npy file: {len(tensor.data):,} bytes of data where its header needs {size:,}")
+    values: npt.NDArray[Any] = np.ndarray(
+        tensor.shape, tensor.dtype.numpy, tensor.data, order="F" if tensor.fortran_order else "C"
+    )
+    if not all(np.isfinite(_numbers(values[part], tensor.dtype)).all() for part in _parts(values)):
         raise _bad("pixel_values holds NaN or infinite values")
-    return values
+    return ReadyFeatures(np.ascontiguousarray(values), tensor.dtype.name)
 
 
-def _load(content: bytes, thw: tuple[int, int, int]) -> torch.Tensor:
-    if content.startswith(b"\x93NUMPY"):
-        try:
-            array = np.load(io.BytesIO(content), allow_pickle=False)
-            return torch.from_numpy(np.ascontiguousarray(array))
-        except (ValueError, TypeError, EOFError, OSError, MemoryError) as error:
-            raise _bad(f"not a readable .npy file: {error}") from error
+@dataclass(frozen=True, slots=True)
+class _Tensor:
+    """A tensor as its file describes it. Nothing of the description is checked."""
+
+    kind: str
+    """The file's own name of the dtype, for messages."""
+    dtype: DType | None
+    """None where features cannot be of this dtype."""
+    shape: tuple[int, ...]
+    data: memoryview
+    fortran_order: bool = False
+
+
+def _npy(content: bytes) -> _Tensor:
+    file = io.BytesIO(content)
     try:
-        tensors: dict[str, Any] = safetensors.torch.load(content)
+        version = np.lib.format.read_magic(file)
+        if version not in ((1, 0), (2, 0)):
+            raise _bad(f"not a readable .npy file: its version is {version[0]}.{version[1]}")
+        read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+        shape, fortran_order, kind = read(file)
+    except (ValueError, TypeError, SyntaxError, EOFError, MemoryError, RecursionError, tokenize.TokenError) as error:
+        raise _bad(f"not a readable .npy file: {error}") from error
+    # bfloat16 is left out: numpy writes its bit patterns as uint16, which could be anything.
+    dtype = next((row for row in _READABLE.values() if row.numpy == kind and row.name != "bfloat16"), None)
+    return _Tensor(str(kind), dtype, shape, memoryview(content)[file.tell() :], fortran_order)
+
+
+def _safetensors(content: bytes, thw: tuple[int, int, int]) -> _Tensor:
+    try:
+        tensors: dict[str, dict[str, Any]] = dict(safetensors.deserialize(content))  # type: ignore[no-untyped-call]
     except (safetensors.SafetensorError, ValueError, KeyError) as error:
         raise _bad(f"neither a safetensors nor an .npy file: {error}") from error
     if "pixel_values" not in tensors:
         raise _bad(f"no pixel_values in it, only {', '.join(sorted(tensors)) or 'nothing'}")
-    grids = tensors.get("grid_thws")
-    if grids is not None and grids.reshape(-1).tolist() != list(thw):
-        raise _bad(f"its grid_thws is {grids.tolist()}; the manifest says {list(thw)}")
-    values: torch.Tensor = tensors["pixel_values"]
-    return values
+    if "grid_thws" in tensors:
+        _check_grid(tensors["grid_thws"], thw)
+    pixels = tensors["pixel_values"]
+    dtype = next((row for row in _READABLE.values() if row.safetensors == pixels["dtype"]), None)
+    return _Tensor(pixels["dtype"], dtype, tuple(pixels["shape"]), memoryview(pixels["data"]))
 
 
-def cast_features(values: torch.Tensor, config: PreprocessorConfig, dtype: torch.dtype) -> torch.Tensor:
-    """The features in the run's dtype. Raises ItemError where that would lose levels.
+def _check_grid(tensor: dict[str, Any], thw: tuple[int, int, int]) -> None:
+    kinds = {"I64": "<i8", "I32": "<i4", "I16": "<i2", "U8": "u1"}
+    if tensor["dtype"] not in kinds:
+        raise _bad(f"its grid_thws is {tensor['dtype']}; integers are needed")
+    grid = np.frombuffer(tensor["data"], kinds[tensor["dtype"]])
+    if grid.tolist() != list(thw):
+        raise _bad(f"its grid_thws is {grid[:12].tolist()}; the manifest says {list(thw)}")
+
+
+def cast_features(features: ReadyFeatures, config: PreprocessorConfig, dtype: str) -> npt.NDArray[Any]:
+    """The features in the run's dtype, contiguous. Raises ItemError where that would lose levels.
 
     uint8 levels become the normalised values of the config's table; floats become levels when each is one. Between
     floating dtypes the cast must be exact, or all values must be levels that stay apart in the new dtype.
     """
-    if values.dtype == dtype:
-        return values
-    table = level_table(config)
-    if values.dtype == torch.uint8:
-        return _values_of(values, table.to(dtype))
-    if dtype != torch.uint8:
-        cast = values.to(dtype)
-        if torch.equal(cast.to(torch.float64), values.to(torch.float64)):
+    if features.dtype == dtype:
+        return features.values
+    source, target = _READABLE[features.dtype], DTYPES[dtype]
+    if source.holds_levels:
+        return Normaliser(level_table(config.image_mean, config.image_std), target)(features.values)
+    if target.holds_levels:
+        levels = _levels_of(features, config)
+        if levels is not None:
+            return levels
+    else:
+        cast = np.empty(features.values.shape, target.numpy)
+        exact = True
+        for part in _parts(cast):
+            numbers = _numbers(features.values[part], source)
+            cast[part] = target.narrow(numbers)
+            exact &= np.array_equal(target.widen(cast[part]), numbers)
+        if exact or (not lost_levels(config, dtype) and _levels_of(features, config) is not None):
             return cast
-        narrowed = table.to(dtype).to(torch.float64)
-        distinct = all(len(torch.unique(channel)) == 256 for channel in narrowed)
-        if distinct and _levels_of(values, table) is not None:
-            return cast
-    elif (levels := _levels_of(values, table)) is not None:
-        return levels
-    raise _bad(f"a cast from {values.dtype} to {dtype} would lose levels; use --dtype {str(values.dtype)[6:]}")
+    hint = f"use --dtype {source.name}" if source.name in DTYPES else "no --dtype holds double precision"
+    raise _bad(f"a cast from {source.name} to {dtype} would lose levels; {hint}")
 
 
-def _values_of(levels: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
-    """Table entries of uint8 levels `[n, 3, p, p]`."""
-    return torch.stack([table[channel][levels[:, channel].to(torch.int32)] for channel in range(3)], 1)
-
-
-def _levels_of(values: torch.Tensor, table: torch.Tensor) -> torch.Tensor | None:
-    """The uint8 levels whose table entries `values` `[n, 3, p, p]` are, None when one of them is no entry."""
-    levels = torch.empty(values.shape, dtype=torch.uint8)
-    for channel in range(3):
-        # The table rises with the level, and stays sorted in any dtype.
-        entries = table[channel].to(values.dtype).to(torch.float64)
-        wanted = values[:, channel].to(torch.float64)
-        found = torch.searchsorted(entries, wanted.contiguous()).clamp_(max=255)
-        if not torch.equal(entries[found], wanted):
+def _levels_of(features: ReadyFeatures, config: PreprocessorConfig) -> Levels | None:
+    """The levels whose table entries the values are, None when one of them is no entry."""
+    source = _READABLE[features.dtype]
+    entries = _numbers(source.of_levels(level_table(config.image_mean, config.image_std)), source)
+    levels = np.empty(features.values.shape, np.uint8)
+    for part in _parts(levels):
+        levels[part], strays = nearest_levels(_numbers(features.values[part], source), entries)
+        if strays:
             return None
-        levels[:, channel] = found.to(torch.uint8)
     return levels
+
+
+def _numbers(stored: npt.NDArray[Any], dtype: DType) -> npt.NDArray[Any]:
+    """Stored values as numbers that numpy compares, without rounding one: it knows all but bfloat16."""
+    return dtype.widen(stored) if dtype.name == "bfloat16" else stored
+
+
+def _parts(values: npt.NDArray[Any]) -> Iterator[slice]:
+    """All patches, some at a time."""
+    return (slice(begin, begin + _AT_ONCE) for begin in range(0, len(values), _AT_ONCE))
 
 
 def _bad(message: str) -> ItemError:

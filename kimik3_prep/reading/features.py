@@ -12,9 +12,9 @@ widens, and does not bring back what the rounding took.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import lru_cache, partial
 from os import PathLike
 from pathlib import Path
 from typing import Any, Literal
@@ -23,12 +23,23 @@ import numpy as np
 import pyarrow as pa
 import torch
 
-from kimik3_prep.checkpoint.levels import level_table
+from kimik3_prep.checkpoint.levels import DTYPES, Normaliser, level_table, nearest_levels
 from kimik3_prep.errors import FailedItem, InputError, Problem
+from kimik3_prep.pixels.tensors import to_tensor, torch_dtype
+from kimik3_prep.reading.engines import (
+    Prompt,
+    PromptImage,
+    PromptLike,
+    SGLangRequest,
+    find_spans,
+    read_prompt,
+    sglang_request,
+    vllm_inputs,
+)
 from kimik3_prep.reading.stored import Ints, Key, StoredRun
 from kimik3_prep.remote import refuse
 
-_FLOATS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_FLOATS = "float32, bfloat16 or float16; raw=True alone gives levels"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -188,53 +199,76 @@ class FeatureStore:
     def batch(self, ids: Iterable[Key]) -> Batch:
         """The named items (ids or manifest rows) packed in the given order; naming one twice packs it twice."""
         rows = self._ready(ids)
-        grids = np.stack([np.ones(len(rows), np.int64), self._run.grid_h[rows], self._run.grid_w[rows]], 1)
         names = self.table["id"].take(pa.array(rows, pa.int64())).to_pylist()
         tokens = torch.from_numpy(self.num_tokens[rows])
-        return Batch(self._pixels(rows), self._placed(torch.from_numpy(grids)), self._placed(tokens), tuple(names))
+        return Batch(self._pixels(rows), self._grids(rows), self._placed(tokens), tuple(names))
 
-    # --- exports ------------------------------------------------------------------------------------------------
-
-    def to_sglang(self, ids: Iterable[Key]) -> dict[str, Any]:
-        """The images of one request as SGLang takes preprocessed ones: the one dict of its `image_data`.
-
-        pixel_values `[ΣL, 3, p, p]`, image_grid_thw int64 `[n, 3]`. No `hash` or `pad_value`, which SGLang refuses. It
-        casts the features to the tower's dtype without normalising, so raw levels are refused here (InputError).
-        """
-        if self._raw:
-            raise InputError([Problem("raw", "SGLang takes normalised values", hint="open the store without raw=True")])
-        batch = self.batch(ids)
-        return {
-            "format": "processor_output",
-            "modality": "IMAGE",
-            "pixel_values": batch.pixel_values,
-            "image_grid_thw": batch.grid_thws,
-        }
-
-    def to_vllm(self, ids: Iterable[Key]) -> dict[str, torch.Tensor]:
-        """The images of one request by the names of vLLM's processor: pixel_values `[ΣL, 3, p, p]`, grid_thws `[n, 3]`.
-
-        Where vLLM normalises on the device it takes raw levels in the same layout: open the store with `raw=True`.
-        """
-        batch = self.batch(ids)
-        return {"pixel_values": batch.pixel_values, "grid_thws": batch.grid_thws}
+    # --- requests to engines ------------------------------------------------------------------------------------
 
     def prompt(self, key: Key) -> str:
         """The text that stands for one image: the media framing with the original size, and a pad for each token.
 
         Raises InputError for features made elsewhere whose manifest row gave no width and height.
         """
-        row = self._run.ready(key)
-        width, height = (self.table[name][row].as_py() for name in ("width", "height"))
-        if width is None or height is None:
-            what = "its original size is unknown, and the prompt names it"
-            raise InputError([Problem(self._run.label(row), what, hint="give width and height in its manifest row")])
-        pads = "<|media_pad|>" * int(self.num_tokens[row])
-        return f"<|media_begin|>image {width}x{height}<|media_content|>{pads}<|media_end|>"
+        return self._prompt_image(self._run.ready(key)).text
 
-    def content_hashes(self, ids: Iterable[Key]) -> list[str]:
-        """`sha256:<hex>` of each item's encoded bytes, the identity SGLang caches by."""
-        return [self._run.content_hash(row) for row in self._ready(ids)]
+    def prompt_ids(self, ids: Iterable[Key], prompt: PromptLike, tokenizer: Any, **template: Any) -> list[int]:
+        """Token ids of a prompt with its images, a pad for each image token; see `sglang_request` for the prompt."""
+        return self._read_prompt(self._ready(ids), prompt, tokenizer, template).ids
+
+    def sglang_request(
+        self,
+        ids: Iterable[Key],
+        prompt: PromptLike,
+        tokenizer: Any,
+        *,
+        dtype: torch.dtype | str = "bfloat16",
+        **template: Any,
+    ) -> SGLangRequest:
+        """Token ids and image data of one request to SGLang: `engine.generate(**request._asdict())`.
+
+        ids: the images in the order of their places in the prompt.
+        prompt: text with one `<|media_pad|>` or one `store.prompt(id)` for each image; or chat messages, which go
+        through the tokenizer's chat template with the `template` options; or token ids of either.
+        dtype: of the pixel values. SGLang casts them to its tower's, so bfloat16 saves half the way.
+
+        Raises InputError where prompt and images do not pair up, and for a store of raw levels, which SGLang would not
+        normalise.
+        """
+        if self._raw:
+            raise InputError([Problem("raw", "SGLang takes normalised values", hint="open the store without raw=True")])
+        rows = self._ready(ids)
+        read = self._read_prompt(rows, prompt, tokenizer, template)
+        return sglang_request(read, self._pixels(rows, _float_dtype(dtype)), self._grids(rows))
+
+    def vllm_inputs(
+        self, ids: Iterable[Key], prompt_ids: Sequence[int], *, pad_id: int | None = None, normalised: bool = False
+    ) -> Any:
+        """The input of one request to vLLM's engine: `LLMEngine.add_request(id, inputs, params)`.
+
+        `multi_modal_data` takes no features of this model, in any form; this is what vLLM's own processor would hand on
+        after it. The pixels are uint8 levels, which the engine normalises on its device: float values would come out
+        as an even black picture. normalised: give bfloat16 values instead, for an engine that runs with
+        `mm_device_do_normalize=False`.
+
+        prompt_ids: ids with a pad for each image token, from `prompt_ids`. pad_id: the pad's id, where the lengths of
+        the images do not tell.
+
+        Raises InputError where ids and images do not pair up, an item holds values of its own that are no levels, or
+        vLLM is not installed.
+        """
+        rows = self._ready(ids)
+        spans = find_spans(prompt_ids, self.num_tokens[rows].tolist(), pad_id)
+        pixels = self._pixels(rows, torch.bfloat16) if normalised else self._as_levels(rows)
+        return vllm_inputs(prompt_ids, spans, pixels, self._grids(rows))
+
+    def _prompt_image(self, row: int) -> PromptImage:
+        width, height = (self.table[name][row].as_py() for name in ("width", "height"))
+        size = None if width is None or height is None else (width, height)
+        return PromptImage(self._run.label(row), size, int(self.num_tokens[row]))
+
+    def _read_prompt(self, rows: list[int], prompt: PromptLike, tokenizer: Any, template: dict[str, Any]) -> Prompt:
+        return read_prompt([self._prompt_image(row) for row in rows], prompt, tokenizer, **template)
 
     # --- pixels -------------------------------------------------------------------------------------------------
 
@@ -243,42 +277,74 @@ class FeatureStore:
             raise TypeError(f"a list of ids is needed, not the one string {ids!r}")
         return [self._run.ready(key) for key in ids]
 
-    def _pixels(self, rows: list[int]) -> torch.Tensor:
-        """The patches of some rows, on their device and in their dtype."""
-        packed = self._run.patches(rows)
-        if self._run.dtype == "bfloat16":
-            stored = torch.from_numpy(packed.view(np.int16)).view(torch.bfloat16)
-        else:
-            stored = torch.from_numpy(packed)
+    def _grids(self, rows: list[int]) -> torch.Tensor:
+        """Grids of some rows, int64 `[n, 3]`."""
+        grids = np.stack([np.ones(len(rows), np.int64), self._run.grid_h[rows], self._run.grid_w[rows]], 1)
+        return self._placed(torch.from_numpy(grids))
+
+    def _pixels(self, rows: list[int], dtype: torch.dtype | None = None) -> torch.Tensor:
+        """The patches of some rows, on their device and in `dtype`, or the store's own."""
+        stored = to_tensor(self._run.patches(rows), self._run.dtype)
         stored = self._placed(stored)  # first, so that of uint8 shards a quarter of the bytes travels
+        wanted = dtype or self._dtype
         if self._run.dtype == "uint8":
-            return stored if self._raw else self._normalised(stored)
-        return stored if self._dtype is None else stored.to(self._dtype)
+            return stored if self._raw and dtype is None else self._normalised(stored, wanted)
+        return stored if wanted is None else stored.to(wanted)
 
-    @cached_property
-    def _table(self) -> torch.Tensor:
-        """Values of the levels, `[3, 256]`, on the device and in the dtype that is given out."""
-        values = torch.from_numpy(level_table(self._run.mean, self._run.std))
-        return self._placed(values if self._dtype is None else values.to(self._dtype))
+    def _normalised(self, levels: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
+        return normalised(levels, self._run.mean, self._run.std, dtype or torch.float32)
 
-    def _normalised(self, levels: torch.Tensor) -> torch.Tensor:
-        """Table entries of uint8 `[L, 3, p, p]`."""
-        values = torch.empty(levels.shape, dtype=self._table.dtype, device=levels.device)
-        for channel, entries in enumerate(self._table):
-            plane = levels[:, channel]
-            values[:, channel] = entries.index_select(0, plane.flatten().to(torch.int32)).view(plane.shape)
-        return values
+    def _as_levels(self, rows: list[int]) -> torch.Tensor:
+        """The uint8 levels of some rows. Raises InputError where the shards hold other values than those of levels."""
+        stored, dtype = self._run.patches(rows), DTYPES[self._run.dtype]
+        if dtype.holds_levels:
+            return torch.from_numpy(stored)
+        entries = dtype.widen(dtype.of_levels(level_table(self._run.mean, self._run.std)))
+        levels, strays = nearest_levels(dtype.widen(stored), entries)
+        if strays or any(len(np.unique(channel)) < 256 for channel in entries):
+            what = f"its {dtype.name} shards do not hold levels, and {strays:,} of these values are none"
+            raise InputError([Problem(str(self.path), what, hint="encode with --dtype uint8")])
+        return torch.from_numpy(levels)
 
     def _placed(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor if self._device is None else tensor.to(self._device)
+
+
+def normalised(
+    levels: torch.Tensor, mean: tuple[float, ...], std: tuple[float, ...], dtype: torch.dtype = torch.float32
+) -> torch.Tensor:
+    """The values of uint8 `levels` `[L, 3, p, p]` on their device, each rounded once from its float32 value.
+
+    Every device reads them from the checkpoint's table of 256 values a channel, so the bits are the same on all.
+    """
+    if levels.device.type == "cpu":
+        name = str(dtype).removeprefix("torch.")
+        values = _normaliser(mean, std, name if name in DTYPES else "float32")(levels.contiguous().numpy())
+        return to_tensor(values, name) if name in DTYPES else torch.from_numpy(values).to(dtype)
+    table = torch.from_numpy(level_table(mean, std)).to(dtype).to(levels.device)
+    out = torch.empty(levels.shape, dtype=dtype, device=levels.device)
+    for channel, entries in enumerate(table):
+        plane = levels[:, channel]
+        out[:, channel] = entries.index_select(0, plane.flatten().to(torch.int32)).view(plane.shape)
+    return out
+
+
+@lru_cache(8)
+def _normaliser(mean: tuple[float, ...], std: tuple[float, ...], dtype: str) -> Normaliser:
+    return Normaliser(level_table(mean, std), DTYPES[dtype])
 
 
 def _checked_dtype(dtype: torch.dtype | str | None, raw: bool, stored: str) -> torch.dtype | None:
     if raw and stored != "uint8":
         what = f"the shards hold {stored}, not the levels before normalisation"
         raise InputError([Problem("raw", what, hint="encode with --dtype uint8")])
-    wanted = _FLOATS.get(dtype) if isinstance(dtype, str) else dtype
-    if dtype is not None and (raw or wanted is None or not wanted.is_floating_point):
-        what = "raw levels are not cast" if raw else f"{dtype!r} does not hold normalised values"
-        raise InputError([Problem("dtype", what, "float32, bfloat16 or float16; raw=True alone gives levels")])
+    if raw and dtype is not None:
+        raise InputError([Problem("dtype", "raw levels are not cast", _FLOATS)])
+    return None if dtype is None else _float_dtype(dtype)
+
+
+def _float_dtype(dtype: torch.dtype | str) -> torch.dtype:
+    wanted = dtype if isinstance(dtype, torch.dtype) else torch_dtype(dtype) if dtype in DTYPES else None
+    if wanted is None or not wanted.is_floating_point:
+        raise InputError([Problem("dtype", f"{dtype!r} does not hold normalised values", _FLOATS)])
     return wanted

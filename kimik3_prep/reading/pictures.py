@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image
 
-from kimik3_prep.checkpoint.levels import level_table, levels_of, stored_table
+from kimik3_prep.checkpoint.levels import DTYPES, DType, Floats, Levels, level_table, nearest_levels
 from kimik3_prep.disk import write_whole
 from kimik3_prep.errors import FailedItem, InputError, Problem
 from kimik3_prep.reading.stored import StoredRun
@@ -59,8 +59,8 @@ def render(root: Path, folder: Path, ids: Sequence[str] = (), first: int = 20, g
     """
     run = StoredRun(root)
     rows = _rows(run, ids) if ids else [int(row) for row in run.ok[:first]]
-    stored = stored_table(level_table(run.mean, run.std), run.dtype)
-    return [_write(run, row, stored, folder, grid) for row in rows]
+    entries = entries_of(run.mean, run.std, DTYPES[run.dtype])
+    return [_write(run, row, entries, folder, grid) for row in rows]
 
 
 def _rows(run: StoredRun, ids: Sequence[str]) -> list[int]:
@@ -77,9 +77,10 @@ def _rows(run: StoredRun, ids: Sequence[str]) -> list[int]:
     return rows
 
 
-def _write(run: StoredRun, row: int, stored: npt.NDArray[np.float32], folder: Path, grid: bool) -> Picture:
+def _write(run: StoredRun, row: int, entries: Floats, folder: Path, grid: bool) -> Picture:
     about = run.values(row)
-    pixels, strays = put_together(run.patches([row]), int(run.grid_h[row]), int(run.grid_w[row]), run.dtype, stored)
+    patches, dtype = run.patches([row]), DTYPES[run.dtype]
+    pixels, strays = put_together(patches, int(run.grid_h[row]), int(run.grid_w[row]), dtype, entries)
     height, width = pixels.shape[:2]
     padding = about["pad_width"] or 0, about["pad_height"] or 0  # null for features made elsewhere
     if grid:
@@ -94,18 +95,21 @@ def _write(run: StoredRun, row: int, stored: npt.NDArray[np.float32], folder: Pa
     return Picture(about["id"], str(folder / name), image.width, image.height, padding, strays, grid)
 
 
-def put_together(
-    patches: npt.NDArray[Any], rows: int, cols: int, dtype: str, stored: npt.NDArray[np.float32]
-) -> tuple[npt.NDArray[np.uint8], int]:
+def entries_of(mean: Sequence[float], std: Sequence[float], dtype: DType) -> Floats:
+    """What each level reads as from a shard, float32 `[3, 256]`."""
+    return dtype.widen(dtype.of_levels(level_table(mean, std)))
+
+
+def put_together(patches: npt.NDArray[Any], rows: int, cols: int, dtype: DType, entries: Floats) -> tuple[Levels, int]:
     """The levels of `[rows * cols, 3, p, p]` as a picture, uint8 `[rows * p, cols * p, 3]`, and how many are none.
 
-    stored: what each level reads as, from `levels.stored_table`.
+    entries: from `entries_of`.
     """
     side = patches.shape[2]
     picture = np.empty((rows, side, cols, side, 3), np.uint8)
     strays = 0
     for number in range(rows):  # a row of patches at a time: the search takes many times its bytes
-        levels, found = _levels(patches[number * cols : (number + 1) * cols], dtype, stored)
+        levels, found = _levels(patches[number * cols : (number + 1) * cols], dtype, entries)
         picture[number] = levels.transpose(2, 0, 3, 1)
         strays += found
     return picture.reshape(rows * side, cols * side, 3), strays
@@ -130,11 +134,5 @@ def draw_lines(pixels: npt.NDArray[np.uint8], every: int, scale: float, strength
         along[places] = mixed.round().astype(np.uint8)
 
 
-def _levels(
-    patches: npt.NDArray[Any], dtype: str, stored: npt.NDArray[np.float32]
-) -> tuple[npt.NDArray[np.uint8], int]:
-    if dtype == "uint8":
-        return patches, 0
-    if dtype == "bfloat16":
-        return levels_of((patches.astype(np.uint32) << 16).view(np.float32), stored)
-    return levels_of(patches.astype(np.float32), stored)
+def _levels(patches: npt.NDArray[Any], dtype: DType, entries: Floats) -> tuple[Levels, int]:
+    return (patches, 0) if dtype.holds_levels else nearest_levels(dtype.widen(patches), entries)

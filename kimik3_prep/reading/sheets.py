@@ -17,11 +17,10 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from PIL import Image, ImageDraw, ImageFont
 
-from kimik3_prep.checkpoint.levels import level_table, stored_table
 from kimik3_prep.disk import write_whole
 from kimik3_prep.errors import InputError, Problem
 from kimik3_prep.manifest.row import show
-from kimik3_prep.output.shard_file import SAFETENSORS_DTYPES, Shard, open_shard
+from kimik3_prep.output.shard_file import Shard, open_shard
 from kimik3_prep.output.tables import read_index
 from kimik3_prep.reading import pictures
 
@@ -159,10 +158,9 @@ def _write(shard: Shard, images: Sequence[_Image], path: Path) -> Sheet:
 def _thumbnail(shard: Shard, image: _Image) -> tuple[Image.Image, str, int]:
     """The image in its square, with its lines; what to say of it; its strays."""
     rows, cols = image.grid
-    dtype = {short: name for name, short in SAFETENSORS_DTYPES.items()}[shard.tensors["pixel_values"].dtype]
-    stored = stored_table(level_table(shard.metadata["image_mean"], shard.metadata["image_std"]), dtype)
+    entries = pictures.entries_of(shard.metadata["image_mean"], shard.metadata["image_std"], shard.dtype)
     patches = shard.raw("pixel_values")[image.begin : image.begin + rows * cols]
-    pixels, strays = pictures.put_together(np.asarray(patches), rows, cols, dtype, stored)
+    pixels, strays = pictures.put_together(np.asarray(patches), rows, cols, shard.dtype, entries)
     height, width = pixels.shape[:2]
     scale = _SIDE / max(width, height)
     scale = scale if scale < 1 else min(int(scale), _MOST_LARGER)  # whole pixels of the image stay squares

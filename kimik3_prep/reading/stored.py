@@ -10,28 +10,23 @@ import operator
 from bisect import bisect_left
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, SupportsIndex
+from typing import Any, SupportsIndex
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from kimik3_prep.checkpoint.levels import DTYPES
 from kimik3_prep.errors import FailedItem, InputError, ItemError, Problem, StoreError
 from kimik3_prep.images.address import resolve
 from kimik3_prep.output.folder import Output
-from kimik3_prep.output.recipe import ITEM_BYTES, METADATA_KEY, Recipe
-from kimik3_prep.output.shard_file import SAFETENSORS_DTYPES, open_shard
+from kimik3_prep.output.recipe import METADATA_KEY, Recipe
+from kimik3_prep.output.shard_file import open_shard
 from kimik3_prep.output.tables import one_item
-
-if TYPE_CHECKING:
-    pass
 
 #: An item: its id, or its manifest row from 0 (negative: from the end).
 Key = str | SupportsIndex
-
-#: Numpy's type for stored patches; it has no bfloat16, whose bit patterns are uint16.
-KINDS = {"float32": np.float32, "bfloat16": np.uint16, "float16": np.float16, "uint8": np.uint8}
 
 _NUMBERS = ("row", "patch_start", "patch_count", "grid_h", "grid_w", "num_tokens")
 _ABOUT = ("fingerprint", "dtype", "image_mean", "image_std", "patch_size", "merge_size")
@@ -134,12 +129,12 @@ class StoredRun:
     # --- patches ------------------------------------------------------------------------------------------------
 
     def patches(self, rows: list[int]) -> npt.NDArray[Any]:
-        """The stored patches of some rows, one after the other, `[ΣL, 3, p, p]` of `KINDS[dtype]`: one copy, no more.
+        """The stored patches of some rows, one after the other, `[ΣL, 3, p, p]` as stored: one copy, no more.
 
         Raises StoreError where a shard is gone, damaged, or does not belong to the index.
         """
         counts = self._count[rows]
-        packed = np.empty((int(counts.sum()), 3, self.patch_size, self.patch_size), KINDS[self.dtype])
+        packed = np.empty((int(counts.sum()), 3, self.patch_size, self.patch_size), DTYPES[self.dtype].numpy)
         begin = 0
         for row, count in zip(rows, counts, strict=True):
             packed[begin : begin + count] = self._computed(row) if self.index_only else self._span(row)
@@ -171,20 +166,7 @@ class StoredRun:
                 raise ItemError("content_hash_mismatch", f"the file's is {content_hash}")
         except ItemError as error:
             raise self._failed(row, error) from error
-        return np.asarray(levels.numpy())
-
-    def content_hash(self, row: int) -> str:
-        """`sha256:<hex>` of an item's encoded bytes; of an index-only run its source is read for it."""
-        from kimik3_prep.images.source import read_file
-
-        told = self.table["content_hash"][row].as_py()
-        if told is not None:
-            return str(told)
-        base, _, planned = self._recipe
-        try:
-            return read_file(resolve(planned["image"][row].as_py(), base))[1]
-        except ItemError as error:
-            raise self._failed(row, error) from error
+        return levels
 
     def _failed(self, row: int, error: ItemError) -> FailedItem:
         return FailedItem(error.code, error.message, self.table["id"][row].as_py(), self.table["line"][row].as_py())
@@ -211,7 +193,7 @@ class StoredRun:
         if shard.metadata.get("fingerprint") != self._fingerprint:
             raise StoreError(f"{path} is of another run than {self.layout.index}")
         pixels, patch = shard.tensors["pixel_values"], self.patch_size
-        kind = SAFETENSORS_DTYPES[self.dtype]
+        kind = DTYPES[self.dtype].safetensors
         if pixels.dtype != kind or pixels.shape[1:] != (3, patch, patch):
             held = f"{path} holds {pixels.dtype} {list(pixels.shape)}"
             raise StoreError(f"{held}, {self.layout.index} says {kind} [patches, 3, {patch}, {patch}]")
@@ -247,7 +229,7 @@ def _metadata(layout: Output, table: pa.Table) -> dict[str, Any]:
     """What the index says of all its shards. Raises InputError for an index that does not say it."""
     about = json.loads((table.schema.metadata or {}).get(METADATA_KEY.encode(), b"{}"))
     missing = [name for name in _ABOUT if name not in about]
-    if missing or about["dtype"] not in ITEM_BYTES:
+    if missing or about["dtype"] not in DTYPES:
         what = f"does not say the {missing[0]} of its shards" if missing else f"its dtype is {about['dtype']!r}"
         raise InputError([Problem(str(layout.index), what, "the index.parquet that `kimik3-prep encode` wrote")])
     return dict(about)

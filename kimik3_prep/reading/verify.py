@@ -10,7 +10,7 @@ means that the files are as they were written, and that the image or the softwar
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -22,7 +22,6 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 import xxhash
-from pyarrow import parquet
 
 from kimik3_prep.disk import locks
 from kimik3_prep.errors import InputError, ItemError, Problem
@@ -32,21 +31,23 @@ from kimik3_prep.images.source import foreign_errors
 from kimik3_prep.manifest.read import base_of
 from kimik3_prep.manifest.row import show
 from kimik3_prep.output.folder import OURS, OURS_IN_ROOT, Output, RunRecord
-from kimik3_prep.output.recipe import METADATA_KEY, Recipe, canonical_json
-from kimik3_prep.output.shard_file import Shard, ShardFormat, open_shard
+from kimik3_prep.output.recipe import Recipe, canonical_json
+from kimik3_prep.output.shard_file import ShardFormat, open_shard
 from kimik3_prep.output.tables import (
-    INDEX_SCHEMA,
     Outcome,
     PlannedItem,
     Stored,
+    index_metadata,
     index_table,
     planned_table,
+    read_index,
     shard_plan,
     split_shards,
 )
 from kimik3_prep.remote import refuse
 
 _AGAIN = "run the same encode command again"
+_MERGE = f"move index.parquet out of the folder, then {_AGAIN}: it writes it anew from the indexes of the shards"
 _COMPARED_AT_ONCE = 1024  # index rows
 
 
@@ -152,6 +153,15 @@ class _Image:
         """Whether these are the bytes that were stored."""
         return bool(xxhash.xxh3_128_hexdigest(stored.data) == self.checksum)
 
+    def unlike(self, grids: npt.NDArray[np.int64], pixels: npt.NDArray[Any]) -> str:
+        """How the shard differs from what the index says of this image; empty where it does not."""
+        if grids[self.row].tolist() != self.grid:
+            return f"grid_thws[{self.row}] is {grids[self.row].tolist()}, the index says {self.grid}"
+        if not self.intact(self.patches(pixels)):
+            span = f"pixel_values[{self.patch_start}:{self.patch_start + self.patch_count}]"
+            return f"{span} are not the bytes that were stored (checksum)"
+        return ""
+
 
 def _images(index: pa.Table) -> list[_Image]:
     """The stored images of a shard's index, each once, in the order of its rows."""
@@ -169,162 +179,236 @@ def _images(index: pa.Table) -> list[_Image]:
 
 
 class _Run:
-    """One pass over a folder; counts what it has read."""
+    """One pass over a folder; counts what it has read.
+
+    A shard's index and its rows in index.parquet are two witnesses of the same facts. The plan, the shard's bytes and
+    the other witness show which file is damaged. Where nothing can show it, both are named.
+    """
 
     def __init__(self, layout: Output, recipe: Recipe) -> None:
         self.layout = layout
         self.recipe = recipe
         self.rows = self.images = self.shards = self.bytes = 0
+        self._planned: bool = False
+        """Whether the plan is there and sound."""
+        self._index: pa.Table | None = None
+        """index.parquet, where it can be read and has every manifest row once and in order."""
 
     def findings(self) -> Iterator[Finding]:
-        """Everything wrong, in the order of the files."""
-        planned: set[str] = set()
-        parts: list[pa.Table] | None = []
-        index: pa.Table | None
-        try:
-            for name, rows in split_shards(self.layout.read_plan()):
-                self.rows += rows.num_rows
-                if self.recipe.index_only:
-                    index = planned_table(rows, self.recipe.dedupe == "content")
-                elif name is None:
-                    index = index_table(rows, {})
-                else:
-                    planned.add(name)
-                    index = self._index(name)
-                    yield from self._shard(name, rows, index)
-                if index is None:
-                    parts = None
-                elif parts is not None:
-                    parts.append(index)
-        except InputError as error:
-            parts = None
-            yield Finding("plan.parquet", None, error.problems[0].what, "encode into another --output")
+        """Everything wrong."""
+        yield from self._open_plan()
+        yield from self._open_index()
+        if self._planned:
+            yield from self._planned_rows()
         else:
-            yield from self._merged(parts)
-        yield from self._left_over(planned if parts is not None or planned else None)
+            for name in sorted({path.stem for path in self._ours() if path.suffix == ".parquet"}):
+                yield from self._shard(name, None)
+        yield from self._left_over()
 
-    # --- shards ---
+    # --- the two files that describe everything ---
 
-    def _index(self, name: str) -> pa.Table | None:
+    def _open_plan(self) -> Iterator[Finding]:
+        todo = "encode into another --output; the shards in this folder stay as they are"
         try:
-            return self.layout.read_shard_index(name).replace_schema_metadata(None)
-        except InputError:
-            return None
-
-    def _shard(self, name: str, rows: pa.Table, index: pa.Table | None) -> Iterator[Finding]:
-        path, file = self.layout.shard_index(name), f"shards/{name}.safetensors"
-        todo = f"move index.parquet, shards/{name}.parquet and {file} out of the folder, then {_AGAIN}"
-        for missing in (path, self.layout.shard(name)):
-            if not missing.is_file():
-                yield Finding(f"shards/{missing.name}", None, "is missing", todo)
-        if index is None:
-            if path.is_file():
-                yield Finding(f"shards/{path.name}", None, "cannot be read as an index", todo)
-            return
-        group = name.rpartition("-")[0]
-        yield from self._index_matches(path, rows, index, self.recipe.metadata(group, name), todo)
-        if not self.layout.shard(name).is_file():
-            return
-        try:
-            shard = open_shard(self.layout.shard(name))
+            places = [rows["item"].to_numpy() for rows in self.layout.read_plan()]
         except InputError as error:
-            yield Finding(file, None, error.problems[0].what, todo)
+            yield Finding("plan.parquet", None, error.problems[0].what, todo)
             return
-        self.shards += 1
-        yield from self._bytes_match(shard, file, ShardFormat(self.recipe, group), index, todo)
-
-    def _index_matches(
-        self, path: Path, rows: pa.Table, index: pa.Table, metadata: dict[str, Any], todo: str
-    ) -> Iterator[Finding]:
-        """The index against the plan: with the outcomes that it records, it must be the table that the run writes."""
-        file = f"shards/{path.name}"
-        if _metadata_text(path) != canonical_json(metadata):
-            yield Finding(file, None, "its metadata is not this run's", todo)
-        if index["item"].to_pylist() != rows["item"].to_pylist():
-            yield Finding(file, None, "its rows are not those that were planned for this shard", todo)
+        items = np.sort(np.concatenate([np.zeros(0, np.int64), *places]))
+        if not np.array_equal(items, np.arange(len(items))):
+            yield Finding("plan.parquet", None, "it does not place every manifest row once", todo)
             return
-        planned = rows["row"].to_pylist()
-        outcomes: dict[int, Outcome] = {}
-        for row, values in zip(planned, index.to_pylist(), strict=True):
-            outcomes.setdefault(row, _outcome(values))
-        yield from _differences(file, index_table(rows, outcomes), index, "the plan", todo)
-        places = [outcomes[row] for row in sorted(outcomes)]
-        stored = [place for place in places if isinstance(place, Stored)]
-        counts = dict(zip(planned, rows["patch_count"].to_pylist(), strict=True))
-        kept = [counts[row] for row in sorted(outcomes) if isinstance(outcomes[row], Stored)]
-        starts = [0, *np.cumsum(kept).tolist()][: len(kept)]
-        if [place.row for place in stored] != list(range(len(stored))) or [p.patch_start for p in stored] != starts:
-            yield Finding(file, None, "its rows and offsets do not follow one another without gaps", todo)
+        self._planned, self.rows = True, len(items)
 
-    def _bytes_match(self, shard: Shard, file: str, form: ShardFormat, index: pa.Table, todo: str) -> Iterator[Finding]:
-        """The shard's header, grids and patches against its index. Together these are every byte of the file."""
-        images = _images(index)
-        patches = sum(image.patch_count for image in images)
-        header = form.header(len(images), patches)
-        with open(shard.path, "rb") as raw:
-            same = raw.read(len(header)) == header
-        size, expected = os.path.getsize(shard.path), len(header) + 24 * len(images) + patches * form.patch_bytes
-        if not same or size != expected:
-            what = "its header is not this run's" if not same else f"it has {size:,} bytes, its index says {expected:,}"
-            yield Finding(file, None, what, todo)
-            return
-        grids, pixels = shard.raw("grid_thws"), shard.raw("pixel_values")
-        self.images += len(images)
-        self.bytes += size
-        for image in images:
-            grid = grids[image.row].tolist() if 0 <= image.row < len(grids) else "not there"
-            if grid != image.grid:
-                what = f"grid_thws[{image.row}] is {grid}, the index says {image.grid}"
-                yield Finding(file, image.id, what, todo)
-            elif not image.intact(image.patches(pixels)):
-                span = f"pixel_values[{image.patch_start}:{image.patch_start + image.patch_count}]"
-                yield Finding(file, image.id, f"{span} are not the bytes that were stored (checksum)", todo)
-
-    # --- the whole ---
-
-    def _merged(self, parts: list[pa.Table] | None) -> Iterator[Finding]:
-        """index.parquet against the shard indexes and the rows that failed while planning."""
-        file, todo = "index.parquet", f"move index.parquet out of the folder, then {_AGAIN}"
+    def _open_index(self) -> Iterator[Finding]:
+        file = "index.parquet"
         if not self.layout.index.is_file():
             yield Finding(file, None, "is missing: the run is not finished", _AGAIN)
             return
         try:
-            index = self.layout.read_index().replace_schema_metadata(None)
+            index = self.layout.read_index()
         except InputError as error:
-            yield Finding(file, None, error.problems[0].what, todo)
+            yield Finding(file, None, error.problems[0].what, _MERGE)
             return
-        if _metadata_text(self.layout.index) != canonical_json(self.recipe.metadata()):
-            yield Finding(file, None, "its metadata is not this run's", todo)
+        if not _is_of(index, self.recipe.metadata()):
+            yield Finding(file, None, "its metadata is not this run's", _MERGE)
+        if not self._planned:
+            self.rows = index.num_rows
         if index["item"].to_pylist() != list(range(self.rows)):
             what = f"its rows are not the {self.rows:,} manifest rows, each once and in order"
-            yield Finding(file, None, what, todo)
-        elif parts is not None:
-            merged = pa.concat_tables([INDEX_SCHEMA.empty_table(), *parts])
-            order = np.argsort(merged["item"].to_numpy(), kind="stable")
-            if not np.array_equal(merged["item"].to_numpy()[order], np.arange(self.rows)):
-                yield Finding("plan.parquet", None, "it does not place every manifest row once", todo)
-            else:
-                yield from _differences(file, merged.take(pa.array(order)), index, "the shard indexes", todo)
+            yield Finding(file, None, what, _MERGE)
+            return
+        self._index = index.replace_schema_metadata(None)
 
-    def _left_over(self, planned: set[str] | None) -> Iterator[Finding]:
+    def _rows_of(self, items: pa.ChunkedArray) -> pa.Table | None:
+        """These manifest rows of index.parquet; None without a sound one."""
+        if self._index is None or not np.isin(items.to_numpy(), np.arange(self._index.num_rows)).all():
+            return None
+        return self._index.take(items.combine_chunks())
+
+    # --- shards ---
+
+    def _planned_rows(self) -> Iterator[Finding]:
+        """Every shard of the plan, and the rows that are in none."""
+        for name, rows in split_shards(self.layout.read_plan()):
+            if name is not None and not self.recipe.index_only:
+                yield from self._shard(name, rows)
+            elif (actual := self._rows_of(rows["item"])) is not None:
+                measured = self.recipe.dedupe == "content"
+                expected = planned_table(rows, measured) if self.recipe.index_only else index_table(rows, {})
+                if difference := _difference(expected, actual):
+                    yield Finding("index.parquet", difference.item, str(difference), _MERGE)
+
+    def _shard(self, name: str, rows: pa.Table | None) -> Iterator[Finding]:
+        """A shard, its index, and its rows in index.parquet. rows: of the plan, None without a sound one."""
+        files = (f"shards/{name}.parquet", "index.parquet")
+        todo = f"move index.parquet, {files[0]} and shards/{name}.safetensors out of the folder, then {_AGAIN}"
+        own = yield from self._shard_index(name, files[0], todo)
+        numbered = own if rows is None else rows
+        merged = None if numbered is None else self._rows_of(numbered["item"])
+        witnesses: dict[str, pa.Table] = {}
+        for file, index in zip(files, (own, merged), strict=True):
+            if index is None:
+                continue
+            if contradiction := _contradiction(rows, index):
+                yield Finding(file, *contradiction, todo if index is own else _MERGE)
+            else:
+                witnesses[file] = index
+        readable = yield from self._bytes(name, witnesses, todo)
+        if len(witnesses) < 2:
+            return
+        first, second = witnesses.values()
+        if difference := _difference(first, second, "checksum" if readable else ""):
+            what = (
+                f"{difference.column} is {difference.expected!r} in {files[0]} and {difference.actual!r} in {files[1]}"
+            )
+            for file in files:
+                yield Finding(file, difference.item, f"{what}: one of the two files is damaged", todo)
+
+    def _shard_index(self, name: str, file: str, todo: str) -> Generator[Finding, None, pa.Table | None]:
+        """A shard's index, where it can be read and is of this shard."""
+        path = self.layout.shard_index(name)
+        if not path.is_file():
+            yield Finding(file, None, "is missing", todo)
+            return None
+        try:
+            index = read_index(path)
+        except InputError as error:
+            yield Finding(file, None, error.problems[0].what, todo)
+            return None
+        if not _is_of(index, self.recipe.metadata(_group(name), name)):
+            yield Finding(file, None, "its metadata is not this run's", todo)
+            return None
+        return index.replace_schema_metadata(None)
+
+    def _bytes(self, name: str, witnesses: dict[str, pa.Table], todo: str) -> Generator[Finding, None, bool]:
+        """The shard's header, grids and patches, which are every byte of the file, against what the indexes say of it.
+
+        Returns whether the patches could be compared with their checksums.
+        """
+        path, file = self.layout.shard(name), f"shards/{name}.safetensors"
+        if not path.is_file():
+            yield Finding(file, None, "is missing", todo)
+            return False
+        try:
+            shard = open_shard(path)
+        except InputError as error:
+            yield Finding(file, None, error.problems[0].what, todo)
+            return False
+        self.shards += 1
+        form = ShardFormat(self.recipe, _group(name))
+        images, patches = (shard.tensors[tensor].shape[0] for tensor in ("grid_thws", "pixel_values"))
+        header = form.header(images, patches)
+        size, expected = os.path.getsize(path), len(header) + 24 * images + patches * form.patch_bytes
+        with open(path, "rb") as raw:
+            same = raw.read(len(header)) == header
+        if not same or size != expected:
+            what = f"it has {size:,} bytes, its header says {expected:,}" if same else "its header is not this run's"
+            yield Finding(file, None, what, todo)
+            return False
+        self.bytes += size
+        described = {index_file: _images(index) for index_file, index in witnesses.items()}
+        unlike = {index_file: _unlike(images, patches, rows) for index_file, rows in described.items()}
+        yield from self._blame(file, None, unlike, todo)
+        fitting = {index_file: rows for index_file, rows in described.items() if not unlike[index_file]}
+        if not fitting:
+            return False
+        self.images += images
+        grids, pixels = shard.raw("grid_thws"), shard.raw("pixel_values")
+        for row in range(images):
+            unlike = {index_file: rows[row].unlike(grids, pixels) for index_file, rows in fitting.items()}
+            yield from self._blame(file, next(iter(fitting.values()))[row].id, unlike, todo)
+        return True
+
+    def _blame(self, shard: str, item: str | None, unlike: dict[str, str], todo: str) -> Iterator[Finding]:
+        """Name the damaged files. unlike: how the shard differs from each index; one without a difference clears it."""
+        cleared = not all(unlike.values())
+        for index_file, what in unlike.items():
+            if what and cleared:
+                yield Finding(index_file, item, what, _MERGE if index_file == "index.parquet" else todo)
+        if unlike and not cleared:
+            yield Finding(shard, item, next(iter(unlike.values())), todo)
+
+    # --- what else lies there ---
+
+    def _ours(self) -> list[Path]:
+        """The files in the folder of shards that have names of ours."""
+        return sorted(path for path in self.layout.shards.glob("*") if OURS.fullmatch(path.name))
+
+    def _left_over(self) -> Iterator[Finding]:
         """Files with names of ours that no finished run has. Files with other names are not ours to judge."""
         what = "was left by a run that was killed, or belongs to one that is running now"
         todo = f"wait until no run works in the folder, then {_AGAIN}: it clears up"
         for name in (*(path.name for path in locks(self.layout.root)), *(f"{name}.tmp" for name in OURS_IN_ROOT)):
             if (self.layout.root / name).exists():
                 yield Finding(name, None, what, todo)
-        for path in sorted(self.layout.shards.glob("*")):
-            file = f"shards/{path.name}"
-            if OURS.fullmatch(path.name) and path.suffix == ".tmp":
-                yield Finding(file, None, what, todo)
-            elif OURS.fullmatch(path.name) and planned is not None and path.stem not in planned:
-                yield Finding(file, None, "belongs to no shard of the plan", "move it out of the folder")
+        planned = {name for name, _ in split_shards(self.layout.read_plan())} if self._planned else None
+        for path in self._ours():
+            if path.suffix == ".tmp":
+                yield Finding(f"shards/{path.name}", None, what, todo)
+            elif planned is not None and path.stem not in planned:
+                todo_with_it = "move it out of the folder"
+                yield Finding(f"shards/{path.name}", None, "belongs to no shard of the plan", todo_with_it)
 
 
-def _metadata_text(path: Path) -> str:
-    """The run's metadata in an index."""
-    text: bytes = (parquet.read_schema(path).metadata or {}).get(METADATA_KEY.encode(), b"")
-    return text.decode("utf-8", "replace")
+def _group(name: str) -> str:
+    """`cpu` of `cpu-00000`."""
+    return name.rpartition("-")[0]
+
+
+def _is_of(index: pa.Table, metadata: dict[str, Any]) -> bool:
+    """Whether an index says exactly this of its run."""
+    return canonical_json(index_metadata(index)) == canonical_json(metadata)
+
+
+def _unlike(images: int, patches: int, described: list[_Image]) -> str:
+    """How a shard's sizes differ from what an index says of it; empty where they do not."""
+    said = len(described), sum(image.patch_count for image in described)
+    if said == (images, patches):
+        return ""
+    return f"the shard has {images:,} images of {patches:,} patches, the index says {said[0]:,} of {said[1]:,}"
+
+
+def _contradiction(rows: pa.Table | None, index: pa.Table) -> tuple[str | None, str] | None:
+    """Where a shard's index contradicts the plan or itself: `(item, sentence)`; None where it does neither.
+
+    With the outcomes that it records, it must be the table that the run writes, without gaps between its images.
+    """
+    if rows is not None:
+        if index["item"].to_pylist() != rows["item"].to_pylist():
+            return None, "its rows are not those that were planned for this shard"
+        outcomes: dict[int, Outcome] = {}
+        for row, values in zip(rows["row"].to_pylist(), index.to_pylist(), strict=True):
+            outcomes.setdefault(row, _outcome(values))
+        if difference := _difference(index_table(rows, outcomes), index):
+            return difference.item, str(difference)
+    images = _images(index)
+    ends = np.cumsum([image.patch_count for image in images]).tolist()
+    if [image.row for image in images] != list(range(len(images))) or (
+        [image.patch_start for image in images] != [0, *ends][: len(images)]
+    ):
+        return None, "its rows and offsets do not follow one another without gaps"
+    return None
 
 
 def _outcome(values: dict[str, Any]) -> Outcome:
@@ -335,19 +419,32 @@ def _outcome(values: dict[str, Any]) -> Outcome:
     return Stored(**{name: values[name] for name in names})
 
 
-def _differences(file: str, expected: pa.Table, actual: pa.Table, source: str, todo: str) -> Iterator[Finding]:
+@dataclass(frozen=True, slots=True)
+class _Difference:
     """The first column that differs in the first row that differs."""
+
+    item: str
+    column: str
+    expected: Any
+    actual: Any
+
+    def __str__(self) -> str:
+        return f"{self.column} is {self.actual!r}, it should be {self.expected!r}"
+
+
+def _difference(expected: pa.Table, actual: pa.Table, ignored: str = "") -> _Difference | None:
+    """How two tables with the same number of rows differ. ignored: a column that may differ."""
     if actual.equals(expected):
-        return
+        return None
     for begin in range(0, expected.num_rows, _COMPARED_AT_ONCE):
         expected_rows, actual_rows = (table.slice(begin, _COMPARED_AT_ONCE) for table in (expected, actual))
         if actual_rows.equals(expected_rows):
             continue
         for right, wrong in zip(expected_rows.to_pylist(), actual_rows.to_pylist(), strict=True):
-            for name in (name for name in right if right[name] != wrong[name]):
-                what = f"{name} is {wrong[name]!r}, {source} says {right[name]!r}"
-                yield Finding(file, right["id"], what, todo)
-                return
+            for name in right:
+                if right[name] != wrong[name] and name != ignored:
+                    return _Difference(right["id"], name, right[name], wrong[name])
+    return None
 
 
 # --- differences --------------------------------------------------------------------------------------------------
@@ -486,12 +583,10 @@ class _Backend:
 
     def compute(self, item: PlannedItem, source: str) -> tuple[npt.NDArray[np.uint8], str]:
         """As in `_Computer`."""
-        import torch
-
         from kimik3_prep.run.compute import features
 
         values, content_hash = features(item, source, self._recipe)
-        return values.contiguous().view(torch.uint8).numpy().reshape(-1), content_hash
+        return values.view(np.uint8).reshape(-1), content_hash
 
 
 class _Processor:
@@ -505,10 +600,7 @@ class _Processor:
 
     def compute(self, item: PlannedItem, source: str) -> tuple[npt.NDArray[np.uint8], str] | None:
         """As in `_Computer`. It takes no features made elsewhere, and no images scaled by --max-tokens."""
-        import torch
-
-        from kimik3_prep.pixels.cpu import TORCH_DTYPES
-        from kimik3_prep.pixels.ready import cast_features
+        from kimik3_prep.pixels.ready import ReadyFeatures, cast_features
         from kimik3_prep.run.compute import planned_image
 
         if not item.grid.new_w or item.in_patch_limit is not None:
@@ -519,10 +611,9 @@ class _Processor:
         grids = np.asarray(result["grid_thws"]).reshape(-1).tolist()
         if grids != list(item.grid.thw):
             raise ItemError("size_mismatch", f"its grid is {grids}, stored is {list(item.grid.thw)}")
-        values = cast_features(
-            torch.as_tensor(result["pixel_values"]), self._recipe.config, TORCH_DTYPES[self._recipe.dtype]
-        )
-        return values.contiguous().view(torch.uint8).numpy().reshape(-1), decoded.content_hash
+        pixels = np.ascontiguousarray(result["pixel_values"])
+        values = cast_features(ReadyFeatures(pixels, pixels.dtype.name), self._recipe.config, self._recipe.dtype)
+        return values.view(np.uint8).reshape(-1), decoded.content_hash
 
 
 def _load_processor(folder: Path, trusted: bool) -> Any:

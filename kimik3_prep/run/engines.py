@@ -22,7 +22,7 @@ from kimik3_prep.errors import INSTALL_RAY, InputError, ItemError, PrepError, Pr
 from kimik3_prep.images.decode import codec_versions
 from kimik3_prep.run.jobs import Control, ShardJob, ShardResult
 from kimik3_prep.run.threads import ImageThreads, Stopped
-from kimik3_prep.run.work import materialize_shard, start_worker
+from kimik3_prep.run.work import materialize_shard
 
 
 def run_local(jobs: Iterable[ShardJob], workers: int, in_flight: int, control: Control) -> Iterator[ShardResult]:
@@ -34,8 +34,8 @@ def run_local(jobs: Iterable[ShardJob], workers: int, in_flight: int, control: C
     jobs in flight at their next image and waits for them, for a decoder that does not return two seconds at most.
     """
     with (
-        ImageThreads(workers, "image", control.item_timeout, control.stop, start_worker) as images,
-        ThreadPoolExecutor(in_flight, "shard", start_worker) as shards,
+        ImageThreads(workers, "image", control.item_timeout, control.stop) as images,
+        ThreadPoolExecutor(in_flight, "shard") as shards,
     ):
         pending: deque[Future[ShardResult]] = deque()
         try:
@@ -206,9 +206,8 @@ def _ray_task(
         with (
             # Whoever is given this folder next must not meet a worker that has outlived its run.
             job.output.holding_shard(job.shard.name, _PATIENCE),
-            ImageThreads(workers, "image", item_timeout, control.stop, start_worker) as images,
+            ImageThreads(workers, "image", item_timeout, control.stop) as images,
         ):
-            start_worker()
             report.result = materialize_shard(job, images, control)
     except Stopped:
         pass

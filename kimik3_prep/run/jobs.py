@@ -6,8 +6,6 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-import torch
-
 from kimik3_prep.checkpoint.config import PreprocessorConfig
 from kimik3_prep.errors import ItemError
 from kimik3_prep.images.address import resolve
@@ -15,7 +13,6 @@ from kimik3_prep.images.decode import Decoded, decode
 from kimik3_prep.output.folder import Output
 from kimik3_prep.output.recipe import Recipe
 from kimik3_prep.output.tables import PlannedItem, ShardPlan
-from kimik3_prep.pixels.cpu import TORCH_DTYPES
 from kimik3_prep.run.memory import Room, available_memory
 from kimik3_prep.run.threads import DEFAULT_ITEM_TIMEOUT
 
@@ -41,9 +38,9 @@ class ShardJob:
         return self.recipe.config
 
     @property
-    def dtype(self) -> torch.dtype:
+    def dtype(self) -> str:
         """The storage dtype."""
-        return TORCH_DTYPES[self.recipe.dtype]
+        return self.recipe.dtype
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,9 +8,10 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Executor, Future, wait
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
+import numpy as np
+import numpy.typing as npt
 import xxhash
 
 from kimik3_prep.checkpoint.config import PreprocessorConfig
@@ -21,10 +22,12 @@ from kimik3_prep.images.source import foreign_errors, read_file
 from kimik3_prep.output.shard_file import ShardFormat, ShardWriter
 from kimik3_prep.output.tables import Outcome, PlannedItem, Stored, index_table
 from kimik3_prep.pixels.cpu import PatchMaker, rgb_pixels
-from kimik3_prep.pixels.device import Batches, DeviceBackend, Upload, upload
 from kimik3_prep.pixels.ready import cast_features, read_features
 from kimik3_prep.run.jobs import Control, ShardJob, ShardResult, check_hash, decode_item, memory_of
 from kimik3_prep.run.threads import Stopped, limited
+
+if TYPE_CHECKING:
+    from kimik3_prep.pixels.device import DeviceBackend, Upload
 
 #: Decoded images that may wait for a device, beyond those in its batches.
 _DECODED_AHEAD = 16
@@ -45,11 +48,6 @@ class _Filled:
 
 
 _Result = _Filled | ItemError
-
-
-def start_worker() -> None:
-    """Set up an image thread: torch's own threads would only fight over the processors that images keep busy."""
-    torch.set_num_threads(1)
 
 
 def materialize_shard(job: ShardJob, images: Executor, control: Control) -> ShardResult:
@@ -87,7 +85,7 @@ def materialize_shard(job: ShardJob, images: Executor, control: Control) -> Shar
 def _fill_on_cpu(job: ShardJob, writer: ShardWriter, images: Executor, control: Control) -> dict[int, _Result]:
     """Decode, preprocess and normalise on the image threads."""
 
-    def prepare(item: PlannedItem) -> tuple[Decoded, Iterable[torch.Tensor]]:
+    def prepare(item: PlannedItem) -> tuple[Decoded, Iterable[npt.NDArray[Any]]]:
         decoded = decode_item(item, job)
         with foreign_errors():
             pixels = rgb_pixels(decoded.image, item.grid, job.config)
@@ -99,7 +97,7 @@ def _fill_on_cpu(job: ShardJob, writer: ShardWriter, images: Executor, control: 
 def _fill_from_files(job: ShardJob, writer: ShardWriter, images: Executor, control: Control) -> dict[int, _Result]:
     """Copy what was preprocessed elsewhere, checked and in the run's dtype."""
 
-    def prepare(item: PlannedItem) -> tuple[str, Iterable[torch.Tensor]]:
+    def prepare(item: PlannedItem) -> tuple[str, Iterable[npt.NDArray[Any]]]:
         content, content_hash = read_file(resolve(item.image, job.base))
         check_hash(item, content_hash)
         values = read_features(content, item.grid.thw, job.config)
@@ -113,7 +111,7 @@ def _fill_each(
     writer: ShardWriter,
     images: Executor,
     control: Control,
-    prepare: Callable[[PlannedItem], tuple[Decoded | str, Iterable[torch.Tensor]]],
+    prepare: Callable[[PlannedItem], tuple[Decoded | str, Iterable[npt.NDArray[Any]]]],
 ) -> dict[int, _Result]:
     """Run `prepare` for every item and store its patches, on the image threads, in any order."""
 
@@ -148,6 +146,12 @@ def _outcome(item: PlannedItem, future: Future[_Result], control: Control) -> _R
 
 def _fill_on_device(job: ShardJob, writer: ShardWriter, images: Executor, control: Control) -> dict[int, _Result]:
     """Decode on the image threads, batch by shape, compute on the device, store as the batches come back."""
+    import torch
+
+    from kimik3_prep.pixels.device import Batches, upload
+    from kimik3_prep.pixels.tensors import to_array
+
+    torch.set_num_threads(1)  # more would fight over the processors that images keep busy
     results: dict[int, _Result] = {}
 
     def load(item: PlannedItem) -> tuple[Decoded, Upload]:
@@ -158,12 +162,12 @@ def _fill_on_device(job: ShardJob, writer: ShardWriter, images: Executor, contro
             with foreign_errors():
                 return decoded, upload(decoded.image, item.grid, job.config)
 
-    def emit(tag: tuple[PlannedItem, Decoded], patches: torch.Tensor | ItemError) -> None:
+    def emit(tag: tuple[PlannedItem, Decoded], patches: Any) -> None:
         item, decoded = tag
         if isinstance(patches, ItemError):
             results[item.row] = _failed(item, patches, control)
         else:
-            results[item.row] = _store(item, decoded, [patches.cpu()], writer, control)
+            results[item.row] = _store(item, decoded, [to_array(patches.cpu())], writer, control)
 
     note = functools.partial(control.note, "--batch-bytes")
     # Beside what waits, a batch is in memory as pixels and as patches, and the next one is being filled.
@@ -198,14 +202,18 @@ def _ahead(
 
 
 @functools.lru_cache(maxsize=16)
-def _backend(device: str, config: PreprocessorConfig, dtype: torch.dtype) -> DeviceBackend:
+def _backend(device: str, config: PreprocessorConfig, dtype: str) -> DeviceBackend:
+    import torch
+
+    from kimik3_prep.pixels.device import DeviceBackend
+
     return DeviceBackend(torch.device(device), config, dtype)
 
 
 # --- what they share ----------------------------------------------------------------------------------------------
 
 
-def _patch_maker(config: PreprocessorConfig, dtype: torch.dtype) -> PatchMaker:
+def _patch_maker(config: PreprocessorConfig, dtype: str) -> PatchMaker:
     """This thread's own, with its buffers."""
     made: dict[Any, PatchMaker] = _thread.__dict__.setdefault("makers", {})
     if (config, dtype) not in made:
@@ -217,12 +225,12 @@ _thread = threading.local()
 
 
 def _store(
-    item: PlannedItem, source: Decoded | str, blocks: Iterable[torch.Tensor], writer: ShardWriter, control: Control
+    item: PlannedItem, source: Decoded | str, blocks: Iterable[npt.NDArray[Any]], writer: ShardWriter, control: Control
 ) -> _Filled:
     """Write an item's patches to their place. A grid that the blocks do not fill is a fault of ours."""
     checksum, start, size = xxhash.xxh3_128(), item.patch_start, 0
     for block in blocks:
-        content = block.contiguous().view(torch.uint8).numpy().data.cast("B")
+        content = block.view(np.uint8).data.cast("B")
         checksum.update(content)
         writer.write(start, content)
         start += len(block)

@@ -1,22 +1,36 @@
-"""A request to SGLang with features made beforehand.
+"""A request to SGLang with features made beforehand: images and text of a chat become token ids and image data.
 
-    python scripts/examples/sglang_request.py FEATURES ID [ID ...] [--model CHECKPOINT]
+    python scripts/examples/sglang_request.py FEATURES ID [ID ...] --tokenizer CHECKPOINT [--engine]
 
-Without --model it shows what would be sent. With it, SGLang (installed by you) loads the checkpoint and answers.
+CHECKPOINT is a Kimi-K3 checkpoint, a folder or a name on the hub. Without --engine the script shows what it would send;
+with it SGLang (installed by you) loads the checkpoint and answers.
+
+Features reach SGLang in the process of its engine. Its HTTP endpoint takes JSON, which holds no tensors, and 0.5.23
+refuses features written as lists ("Unsupported media identity input: list"): behind a server of your own, open the
+store beside the engine and let requests name ids.
 """
 
 from __future__ import annotations
 
 import argparse
+import sys
 from typing import Any
 
+import torch
+
 from kimik3_prep import FeatureStore
+from kimik3_prep.errors import PrepError
 
 
-def request(store: FeatureStore, ids: list[str], question: str) -> tuple[str, list[dict[str, Any]]]:
-    """The prompt, images first, and the `image_data` that goes with it: the same ids in the same order."""
-    prompt = "".join(store.prompt(name) for name in ids) + question
-    return prompt, [store.to_sglang(ids)]
+def conversation(images: int, question: str) -> list[dict[str, Any]]:
+    """Chat messages: the images, in the order of their ids, and a question. More turns are more messages."""
+    parts = [*[{"type": "image"}] * images, {"type": "text", "text": question}]
+    return [{"role": "user", "content": parts}]
+
+
+def show(name: str, value: Any) -> str:
+    """A line about a part of the image data."""
+    return f"{name}: {value.dtype} {tuple(value.shape)}" if torch.is_tensor(value) else f"{name}: {value}"
 
 
 def main() -> None:
@@ -24,22 +38,30 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("features")
     parser.add_argument("ids", nargs="+")
-    parser.add_argument("--model", help="a Kimi-K3 checkpoint")
+    parser.add_argument("--tokenizer", required=True, metavar="CHECKPOINT")
+    parser.add_argument("--engine", action="store_true", help="load the checkpoint and answer")
     parser.add_argument("--question", default="What do these pictures show?")
     options = parser.parse_args()
-    prompt, image_data = request(FeatureStore(options.features), options.ids, options.question)
-    if options.model is None:
-        print(f"{len(prompt):,} characters, {prompt.count('<|media_pad|>'):,} image tokens")
-        for name, value in image_data[0].items():
-            print(f"{name}: {value if isinstance(value, str) else (value.dtype, tuple(value.shape))}")
-        return
-    import sglang
+
     from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(options.model, trust_remote_code=True)
-    engine = sglang.Engine(model_path=options.model, trust_remote_code=True)
-    print(engine.generate(input_ids=tokenizer.encode(prompt), image_data=image_data)["text"])
+    store = FeatureStore(options.features)
+    tokenizer = AutoTokenizer.from_pretrained(options.tokenizer, trust_remote_code=True)
+    messages = conversation(len(options.ids), options.question)
+    request = store.sglang_request(options.ids, messages, tokenizer)
+    if not options.engine:
+        print(f"{len(request.input_ids):,} token ids")
+        for name, value in request.image_data[0].items():
+            print(show(name, value))
+        return
+    import sglang
+
+    engine = sglang.Engine(model_path=options.tokenizer, trust_remote_code=True)
+    print(engine.generate(**request._asdict())["text"])
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except (PrepError, KeyError) as error:  # a folder that is no finished run, an id that is not in it or has failed
+        sys.exit(f"error: {error.args[0] if isinstance(error, KeyError) else error}")

@@ -16,11 +16,12 @@ from conftest import shard_format
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kimik3_prep.checkpoint.levels import DTYPES
 from kimik3_prep.errors import InputError, RunError
 from kimik3_prep.output import shard_file as shards
 from kimik3_prep.output.recipe import METADATA_KEY, canonical_json
 from kimik3_prep.output.shard_file import ShardFormat, ShardWriter, open_shard
-from kimik3_prep.pixels.cpu import TORCH_DTYPES
+from kimik3_prep.pixels.tensors import torch_dtype
 
 METADATA = {"format": 1, "dtype": "float32", "image_mean": [0.5, 0.5, 0.5], "text": 'quote " and ü'}
 
@@ -48,7 +49,7 @@ def write(path: Path, form: ShardFormat, pixels: torch.Tensor, sizes: list[tuple
 
 @settings(max_examples=80, deadline=None)
 @given(
-    st.sampled_from(sorted(TORCH_DTYPES)),
+    st.sampled_from(sorted(DTYPES)),
     st.integers(1, 5),
     st.lists(st.tuples(st.integers(1, 5), st.integers(1, 5), st.booleans()), min_size=1, max_size=12),
 )
@@ -59,7 +60,7 @@ def test_bytes_are_the_librarys(
     sizes = [(rows, cols) for rows, cols, _ in images]
     kept = [keep for _, _, keep in images]
     total = sum(rows * cols for rows, cols in sizes)
-    pixels = torch.arange(total * 3 * patch * patch).view(total, 3, patch, patch).to(TORCH_DTYPES[dtype])
+    pixels = torch.arange(total * 3 * patch * patch).view(total, 3, patch, patch).to(torch_dtype(dtype))
     write(path, shard_format(dtype, patch, METADATA), pixels, sizes, kept)
     keep_patches = torch.tensor([keep for rows, cols, keep in images for _ in range(rows * cols)])
     expected = library_bytes(pixels[keep_patches].contiguous(), [(1, r, c) for r, c, keep in images if keep])
@@ -78,10 +79,10 @@ def test_the_library_reads_it_back(tmp_path: Path) -> None:
         assert json.loads(file.metadata()[METADATA_KEY]) == METADATA
 
 
-@pytest.mark.parametrize("dtype", sorted(TORCH_DTYPES))
+@pytest.mark.parametrize("dtype", sorted(DTYPES))
 def test_open_shard_reads_values_without_torch(dtype: str, tmp_path: Path) -> None:
     path = tmp_path / "cpu-00000.safetensors"
-    pixels = torch.linspace(0, 200, 6 * 3 * 4).view(6, 3, 2, 2).to(TORCH_DTYPES[dtype])
+    pixels = torch.linspace(0, 200, 6 * 3 * 4).view(6, 3, 2, 2).to(torch_dtype(dtype))
     write(path, shard_format(dtype, 2, METADATA), pixels, [(2, 1), (2, 2)], [True, True])
     shard = open_shard(path)
     assert shard.metadata == METADATA

@@ -1,4 +1,4 @@
-"""pixels_cpu.py against the golden bytes and against the plain reference."""
+"""cpu.py against the golden bytes and against the plain reference."""
 
 from __future__ import annotations
 
@@ -17,16 +17,17 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from kimik3_prep.checkpoint.config import Background, PreprocessorConfig, load_config
+from kimik3_prep.checkpoint.levels import DTYPES, level_table
 from kimik3_prep.images.decode import decode
 from kimik3_prep.pixels.cpu import (
-    TORCH_DTYPES,
-    Normaliser,
+    PatchMaker,
     backdrop,
     fill_background,
-    level_table,
     lost_levels,
+    rgb_pixels,
     write_patches,
 )
+from kimik3_prep.pixels.tensors import to_tensor
 
 IMAGES = [case for case in golden_cases("images") if case["expect"] == "ok"]
 CONFIGS = [case for case in golden_cases("configs") if case["expect"] == "ok"]
@@ -50,24 +51,27 @@ MODES = (
 )
 
 
-def features(image: Image.Image, config: PreprocessorConfig, dtype: str = "float32") -> torch.Tensor:
+def features(image: Image.Image, config: PreprocessorConfig, dtype: str = "float32") -> np.ndarray[Any, Any]:
     grid = config.grid_rule().grid(*image.size)
     patch = config.patch_size
-    out = torch.full((grid.patches, 3, patch, patch), 77, dtype=TORCH_DTYPES[dtype])
-    write_patches(image, grid, config, out)
+    out = np.full((grid.patches, 3, patch, patch), 77, DTYPES[dtype].numpy)
+    write_patches(image, grid, config, out, dtype)
     return out
 
 
-def as_float32(stored: torch.Tensor, config: PreprocessorConfig) -> torch.Tensor:
-    """What a reader makes of stored patches."""
-    if stored.dtype != torch.uint8:
-        return stored.to(torch.float32)
-    table = level_table(config)
-    return torch.stack([table[channel][stored[:, channel].long()] for channel in range(3)], 1)
+def values_of(levels: np.ndarray[Any, Any], config: PreprocessorConfig) -> np.ndarray[Any, Any]:
+    """What a reader makes of stored levels, float32."""
+    table = level_table(config.image_mean, config.image_std)
+    return np.stack([table[channel][levels[:, channel]] for channel in range(3)], 1)
 
 
-def digest(values: torch.Tensor) -> str:
-    return hashlib.sha256(values.numpy().tobytes()).hexdigest()
+def cast(values: np.ndarray[Any, Any], dtype: str) -> torch.Tensor:
+    """Torch's own rounding of float32 values."""
+    return torch.from_numpy(values).to(getattr(torch, dtype))
+
+
+def digest(values: np.ndarray[Any, Any]) -> str:
+    return hashlib.sha256(values.tobytes()).hexdigest()
 
 
 @pytest.mark.parametrize("case", IMAGES, ids=lambda case: case["id"])
@@ -76,15 +80,10 @@ def test_golden_images_in_every_dtype(case: dict[str, Any], published: Preproces
     values = features(decoded.image, published)
     assert digest(values) == case["sha256"]
     levels = features(decoded.image, published, "uint8")
-    assert digest(as_float32(levels, published)) == case["sha256"]
-    table = level_table(published)
+    assert digest(values_of(levels, published)) == case["sha256"]
     for dtype in ("bfloat16", "float16"):
-        stored = features(decoded.image, published, dtype)
-        # 256 distinct values before and after: each stored value names one level, and so one float32.
-        assert torch.equal(stored, values.to(stored.dtype))
-        back, order = table[0].to(stored.dtype).to(torch.float32).sort()
-        nearest = order[torch.searchsorted(back, stored.to(torch.float32))]
-        assert torch.equal(table[0][nearest], values)
+        stored = to_tensor(features(decoded.image, published, dtype), dtype)
+        assert torch.equal(stored, cast(values, dtype))
 
 
 @pytest.mark.parametrize("case", CONFIGS, ids=lambda case: case["id"])
@@ -106,7 +105,7 @@ def test_every_mode_at_both_stages(mode: str, size: tuple[int, int], stage: str)
     image = in_mode(mode, *size, seed=len(mode))
     assert image.mode == mode
     expected = reference.features(image, cfg)
-    assert np.array_equal(features(image, config).numpy(), expected, equal_nan=True)
+    assert np.array_equal(features(image, config), expected, equal_nan=True)
 
 
 @settings(max_examples=150, deadline=None)
@@ -152,8 +151,8 @@ def test_any_config_is_the_reference(
     image = picture(width, height, mode, seed)
     if mode == "P" and seed % 2:
         image.info["transparency"] = seed
-    assert np.array_equal(features(image, config).numpy(), reference.features(image, cfg))
-    assert np.array_equal(features(image, config, "uint8").numpy(), reference.levels(image, cfg))
+    assert np.array_equal(features(image, config), reference.features(image, cfg))
+    assert np.array_equal(features(image, config, "uint8"), reference.levels(image, cfg))
 
 
 @settings(max_examples=60, deadline=None)
@@ -165,27 +164,32 @@ def test_any_mean_and_std_is_three_roundings(mean: list[float], std: list[float]
     cfg, config = cfg_and_config(image_mean=mean, image_std=std)
     ramp = Image.fromarray(np.arange(256, dtype=np.uint8).repeat(3).reshape(16, 16, 3), "RGB")
     expected = reference.features(ramp, cfg)
-    assert np.array_equal(features(ramp, config).numpy(), expected)
+    assert np.array_equal(features(ramp, config), expected)
     for dtype in ("bfloat16", "float16"):
-        assert torch.equal(features(ramp, config, dtype), torch.from_numpy(expected).to(TORCH_DTYPES[dtype]))
+        assert torch.equal(to_tensor(features(ramp, config, dtype), dtype), cast(expected, dtype))
 
 
-def test_published_constants_need_no_table_and_others_get_one(published: PreprocessorConfig) -> None:
-    levels = torch.arange(256, dtype=torch.uint8).repeat(3 * 7).view(7, 3, 16, 16)
-    for mean in (published.image_mean, (0.48145466, 0.4578275, 0.40821073)):
-        _, config = cfg_and_config(image_mean=mean)
-        table = level_table(config)
-        for dtype in TORCH_DTYPES.values():
-            if dtype == torch.uint8:
-                continue
-            out = torch.empty(levels.shape, dtype=dtype)
-            Normaliser(table, dtype)(levels, out)
-            expected = torch.stack([table[channel][levels[:, channel].long()] for channel in range(3)], 1)
-            assert torch.equal(out, expected.to(dtype))
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("mean", [(0.5, 0.5, 0.5), (0.48145466, 0.4578275, 0.40821073)])
+def test_blocks_are_contiguous_and_come_to_all_patches(mean: tuple[float, float, float], dtype: str) -> None:
+    """Of small and large images in turn, whose blocks share buffers."""
+    cfg, config = cfg_and_config(image_mean=mean)
+    maker = PatchMaker(config, dtype)
+    for size in ((800, 600), (30, 40), (1500, 29), (15, 2000), (1, 1)):
+        image = picture(*size)
+        grid = config.grid_rule().grid(*size)
+        blocks = []
+        for block in maker.blocks(rgb_pixels(image, grid, config), grid):
+            assert block.flags.c_contiguous
+            assert block.dtype == DTYPES[dtype].numpy
+            blocks.append(block.copy())
+        made = np.concatenate(blocks)
+        expected = reference.levels(image, cfg) if dtype == "uint8" else reference.features(image, cfg)
+        assert torch.equal(to_tensor(made, dtype), cast(expected, dtype))
 
 
 def test_published_constants_lose_no_level_in_any_dtype(published: PreprocessorConfig) -> None:
-    assert {dtype: lost_levels(published, dtype) for dtype in TORCH_DTYPES} == dict.fromkeys(TORCH_DTYPES, 0)
+    assert {dtype: lost_levels(published, dtype) for dtype in DTYPES} == dict.fromkeys(DTYPES, 0)
     _, shifted = cfg_and_config(image_mean=[-1.0, -1.0, -1.0], image_std=[1.0, 1.0, 1.0])
     assert lost_levels(shifted, "bfloat16") > 100
     assert lost_levels(shifted, "uint8") == lost_levels(shifted, "float32") == 0
@@ -196,13 +200,13 @@ def test_an_rgb_image_with_a_colour_key_is_untouched(published: PreprocessorConf
     keyed = image.copy()
     keyed.info["transparency"] = image.getpixel((0, 0))
     assert fill_background(keyed, published.background) is keyed
-    assert torch.equal(features(keyed, published), features(image, published))
+    assert np.array_equal(features(keyed, published), features(image, published))
 
 
 def test_an_opaque_image_is_its_rgb(published: PreprocessorConfig) -> None:
     image = picture(300, 200, "RGB")
     opaque = image.convert("RGBA")
-    assert torch.equal(features(opaque, published), features(image, published))
+    assert np.array_equal(features(opaque, published), features(image, published))
 
 
 def test_the_chessboard_keeps_its_phase_across_bands() -> None:
@@ -230,4 +234,4 @@ def test_images_whose_pixels_lie_in_blocks_are_read_too(published: PreprocessorC
         Image.core.set_use_block_allocator(1)
     whole = Image.open(buffer)
     whole.load()
-    assert torch.equal(features(scattered, published, "uint8"), features(whole, published, "uint8"))
+    assert np.array_equal(features(scattered, published, "uint8"), features(whole, published, "uint8"))

@@ -12,11 +12,13 @@ from conftest import GOLDEN, cfg_and_config, golden_cases, in_mode, picture
 from PIL import Image
 
 from kimik3_prep.checkpoint.config import PreprocessorConfig, load_config
+from kimik3_prep.checkpoint.levels import DTYPES
 from kimik3_prep.errors import ItemError
 from kimik3_prep.images.decode import decode
 from kimik3_prep.pixels import device as pixels_device
-from kimik3_prep.pixels.cpu import TORCH_DTYPES, write_patches
+from kimik3_prep.pixels.cpu import write_patches
 from kimik3_prep.pixels.device import Batches, DeviceBackend, resizes_like_pillow, upload
+from kimik3_prep.pixels.tensors import to_tensor
 
 CPU = torch.device("cpu")
 DEVICES = [
@@ -30,17 +32,17 @@ IMAGES = [case for case in golden_cases("images") if case["expect"] == "ok"]
 CONFIGS = [case for case in golden_cases("configs") if case["expect"] == "ok"]
 
 
-def on_cpu(image: Image.Image, config: PreprocessorConfig, dtype: torch.dtype) -> torch.Tensor:
+def on_cpu(image: Image.Image, config: PreprocessorConfig, dtype: str) -> torch.Tensor:
     grid = config.grid_rule().grid(*image.size)
-    out = torch.empty((grid.patches, 3, config.patch_size, config.patch_size), dtype=dtype)
-    write_patches(image, grid, config, out)
-    return out
+    out = np.empty((grid.patches, 3, config.patch_size, config.patch_size), DTYPES[dtype].numpy)
+    write_patches(image, grid, config, out, dtype)
+    return to_tensor(out, dtype)
 
 
 def on_device(
     images: list[Image.Image],
     config: PreprocessorConfig,
-    dtype: torch.dtype,
+    dtype: str,
     device: torch.device = CPU,
     batch_bytes: int = 1 << 28,
 ) -> list[torch.Tensor]:
@@ -63,7 +65,7 @@ def on_device(
 @pytest.mark.parametrize("case", IMAGES, ids=lambda case: case["id"])
 def test_golden_images(case: dict[str, Any], device: torch.device, published: PreprocessorConfig) -> None:
     image = decode(str(GOLDEN / case["file"])).image
-    (values,) = on_device([image], published, torch.float32, device)
+    (values,) = on_device([image], published, "float32", device)
     assert hashlib.sha256(values.numpy().tobytes()).hexdigest() == case["sha256"]
 
 
@@ -72,7 +74,7 @@ def test_golden_images(case: dict[str, Any], device: torch.device, published: Pr
 def test_golden_configs(case: dict[str, Any], device: torch.device) -> None:
     config, _ = load_config(GOLDEN / case["file"])
     for name, expected in case["features"].items():
-        (values,) = on_device([decode(str(GOLDEN / "images" / name)).image], config, torch.float32, device)
+        (values,) = on_device([decode(str(GOLDEN / "images" / name)).image], config, "float32", device)
         assert hashlib.sha256(values.numpy().tobytes()).hexdigest() == expected["sha256"]
 
 
@@ -110,7 +112,7 @@ def test_random_images_in_mixed_batches(seed: int, device: torch.device) -> None
     )
     images = [random_image(random) for _ in range(7)]
     images += [in_mode(images[0].mode, *images[0].size, seed=seed + i) for i in range(3)]
-    dtype = list(TORCH_DTYPES.values())[seed % 4]
+    dtype = list(DTYPES)[seed % 4]
     results = on_device(images, config, dtype, device, batch_bytes=int(random.integers(1, 300_000)))
     for image, result in zip(images, results, strict=True):
         assert torch.equal(result, on_cpu(image, config, dtype)), (image.mode, image.size)
@@ -129,8 +131,8 @@ def test_the_published_limits(
 ) -> None:
     image = picture(*size, mode, seed=3)
     assert published.grid_rule().grid(*size).new_w < size[0] or published.grid_rule().grid(*size).new_h < size[1]
-    (values,) = on_device([image], published, torch.uint8, device)
-    assert torch.equal(values, on_cpu(image, published, torch.uint8))
+    (values,) = on_device([image], published, "uint8", device)
+    assert torch.equal(values, on_cpu(image, published, "uint8"))
 
 
 def test_images_of_one_shape_share_a_batch(published: PreprocessorConfig, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -140,10 +142,10 @@ def test_images_of_one_shape_share_a_batch(published: PreprocessorConfig, monkey
         DeviceBackend, "patches", lambda self, key, batch: (sizes.append(len(batch)), compute(self, key, batch))[1]
     )
     images = [picture(60, 40, seed=i) for i in range(6)] + [picture(40, 60, seed=9)]
-    on_device(images, published, torch.uint8)
+    on_device(images, published, "uint8")
     assert sorted(sizes) == [1, 6]
     sizes.clear()
-    on_device(images, published, torch.uint8, batch_bytes=2 * 60 * 40 * 3)
+    on_device(images, published, "uint8", batch_bytes=2 * 60 * 40 * 3)
     assert sorted(sizes) == [1, 2, 2, 2]
 
 
@@ -163,7 +165,7 @@ def test_too_little_memory_halves_the_batch_and_says_so(
     results: dict[int, Any] = {}
     notes: list[str] = []
     batches = Batches(
-        DeviceBackend(CPU, published, torch.uint8),
+        DeviceBackend(CPU, published, "uint8"),
         1 << 28,
         lambda tag, value: results.update({tag: value}),
         notes.append,
@@ -173,7 +175,7 @@ def test_too_little_memory_halves_the_batch_and_says_so(
         batches.add(number, upload(image, grid, published))
     batches.finish()
     for number, image in enumerate(images):
-        assert torch.equal(results[number], on_cpu(image, published, torch.uint8))
+        assert torch.equal(results[number], on_cpu(image, published, "uint8"))
     assert "ran out of memory at a batch of 11; going on with 5" in notes[0]
     most = 0
     batches.add("alone", upload(images[0], grid, published))
@@ -187,7 +189,7 @@ def test_waiting_pixels_are_bounded(published: PreprocessorConfig) -> None:
     emitted: list[int] = []
     limit = 100_000
     batches = Batches(
-        DeviceBackend(CPU, published, torch.uint8), limit, lambda tag, value: emitted.append(tag), lambda text: None
+        DeviceBackend(CPU, published, "uint8"), limit, lambda tag, value: emitted.append(tag), lambda text: None
     )
     held = 0
     for number in range(100):

@@ -27,13 +27,13 @@ from PIL import Image
 from torch.utils.data import DataLoader, Dataset
 
 import kimik3_prep
+from kimik3_prep.checkpoint.levels import DTYPES
 from kimik3_prep.errors import FailedItem, InputError, StoreError
-from kimik3_prep.pixels.cpu import TORCH_DTYPES
+from kimik3_prep.pixels.tensors import torch_dtype
 from kimik3_prep.reading import stored as reading
 from kimik3_prep.reading.features import Features, FeatureStore
 from kimik3_prep.run.prepare import Settings, prepare
 
-DTYPES = list(TORCH_DTYPES)
 OK = ["n3", "n1", "n4", "elsewhere", "n0", "unsized", "again", "n2"]  # manifest order, failed ones left out
 
 
@@ -113,9 +113,9 @@ def test_float32_and_uint8_give_the_references_float32(made: Path, dtype: str) -
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("wanted", ["float32", "bfloat16", "float16"])
 def test_dtype_is_one_plain_cast(made: Path, dtype: str, wanted: str) -> None:
-    kind = TORCH_DTYPES[wanted]
+    kind = torch_dtype(wanted)
     plain = FeatureStore(made / dtype)["n1"].pixel_values
-    assert plain.dtype == (torch.float32 if dtype == "uint8" else TORCH_DTYPES[dtype])
+    assert plain.dtype == (torch.float32 if dtype == "uint8" else torch_dtype(dtype))
     for choice in (kind, wanted):
         store = FeatureStore(made / dtype, dtype=choice)
         assert same(store["n1"].pixel_values, plain.to(kind))
@@ -240,31 +240,8 @@ def test_a_batch_is_its_items_in_the_given_order(made: Path, dtype: str) -> None
 
 def test_one_string_is_not_a_list_of_ids(made: Path) -> None:
     store = FeatureStore(made / "float32")
-    for call in (store.batch, store.to_sglang, store.to_vllm, store.content_hashes):
-        with pytest.raises(TypeError, match="'n1'"):
-            call("n1")
-
-
-def test_to_sglang(made: Path) -> None:
-    store = FeatureStore(made / "uint8")
-    request = store.to_sglang(["n1", "n0"])
-    assert list(request) == ["format", "modality", "pixel_values", "image_grid_thw"]
-    assert (request["format"], request["modality"]) == ("processor_output", "IMAGE")
-    wanted = torch.cat([true_values(made, "n1"), true_values(made, "n0")])
-    assert same(request["pixel_values"], wanted)
-    assert same(request["image_grid_thw"], torch.tensor([[1, 6, 4], [1, 6, 4]]))
-    with pytest.raises(InputError, match="SGLang takes normalised values"):
-        FeatureStore(made / "uint8", raw=True).to_sglang(["n1"])
-
-
-def test_to_vllm(made: Path) -> None:
-    request = FeatureStore(made / "float32").to_vllm(["n1", "n2"])
-    assert list(request) == ["pixel_values", "grid_thws"]
-    assert same(request["pixel_values"], torch.cat([true_values(made, "n1"), true_values(made, "n2")]))
-    assert same(request["grid_thws"], torch.tensor([[1, 6, 4], [1, 4, 6]]))
-    raw = FeatureStore(made / "uint8", raw=True).to_vllm(["n1"])
-    levels = reference.levels(Image.open(made / "1.png"), reference.PUBLISHED)
-    assert same(raw["pixel_values"], torch.from_numpy(np.ascontiguousarray(levels)))
+    with pytest.raises(TypeError, match="'n1'"):
+        store.batch("n1")
 
 
 def test_the_prompt_names_the_original_size(made: Path) -> None:
@@ -277,20 +254,13 @@ def test_the_prompt_names_the_original_size(made: Path) -> None:
         store.prompt("unsized")
 
 
-def test_content_hashes_are_those_of_the_files(made: Path) -> None:
-    hashes = FeatureStore(made / "float16").content_hashes(["n1", "n0", "again", "elsewhere"])
-    files = ["1.png", "0.png", "1.png", "local.npy"]
-    assert hashes == ["sha256:" + hashlib.sha256((made / file).read_bytes()).hexdigest() for file in files]
-
-
 # --- what cannot be had -------------------------------------------------------------------------------------------
 
 
 def test_failed_items_say_which_and_why(made: Path) -> None:
     store = FeatureStore(made / "float32")
     index = pq.read_table(made / "float32" / "index.parquet").to_pylist()
-    calls = [store.__getitem__, store.prompt, *(lambda key, f=f: f(["n1", key]) for f in (store.batch, store.to_vllm))]
-    for call in (*calls, lambda key: store.content_hashes([key])):
+    for call in (store.__getitem__, store.prompt, lambda key: store.batch(["n1", key])):
         for key in ("cut", 7, -3):
             with pytest.raises(FailedItem) as caught:
                 call(key)
@@ -542,8 +512,6 @@ def test_an_image_that_is_not_the_indexed_one_is_said(made: Path, indexed: Path,
     store = FeatureStore(indexed)
     with pytest.raises(FailedItem, match="line 8, cut has no features: truncated"):
         store["cut"]
-    hashes = ["sha256:" + hashlib.sha256((made / f"{n}.png").read_bytes()).hexdigest() for n in (0, 2)]
-    assert store.content_hashes(["n0", "inline"]) == hashes
     moved = tmp_path / "moved"
     moved.mkdir()
     for path in made.glob("*.*"):

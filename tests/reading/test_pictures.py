@@ -15,12 +15,11 @@ import reference
 from conftest import Run, Silent, picture, write_manifest
 from PIL import Image
 
+from kimik3_prep.checkpoint.levels import DTYPES
 from kimik3_prep.errors import InputError, RunError
-from kimik3_prep.pixels.cpu import TORCH_DTYPES
 from kimik3_prep.reading.pictures import render
 from kimik3_prep.run.prepare import Settings, prepare
 
-DTYPES = list(TORCH_DTYPES)
 NAMES = ["rgb", "rgba", "a/../b c\n", "panorama", "local"]
 
 

@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import xxhash
-from conftest import Run, encode, local_row, picture, tree, write_manifest
+from conftest import Run, encode, flip, local_row, picture, tree, write_manifest
 
 from kimik3_prep.errors import InputError
 from kimik3_prep.images.decode import codec_versions
@@ -52,12 +52,6 @@ def findings(root: Path) -> tuple[Finding, ...]:
 def again(root: Path, manifest: Path, sample: int | None = None) -> Verification:
     """Verify a run, and compute its images again."""
     return verify(root, Comparison(str(manifest), sample))
-
-
-def flip(path: Path, at: int, bit: int = 0) -> None:
-    content = bytearray(path.read_bytes())
-    content[at] ^= 1 << bit
-    path.write_bytes(content)
 
 
 def test_a_run_as_it_was_written(whole: Path) -> None:
@@ -130,7 +124,11 @@ def other_run(root: Path) -> None:
         (swap, "shards/cpu-00000.safetensors", "checksum"),
         (lambda root: (root / "shards/cpu-00001.parquet").unlink(), "shards/cpu-00001.parquet", "missing"),
         (lambda root: (root / "shards/cpu-00001.safetensors").unlink(), "shards/cpu-00001.safetensors", "missing"),
-        (lambda root: (root / "shards/cpu-00001.parquet").write_bytes(b"x"), "shards/cpu-00001.parquet", "read"),
+        (
+            lambda root: (root / "shards/cpu-00001.parquet").write_bytes(b"x"),
+            "shards/cpu-00001.parquet",
+            "not an index",
+        ),
         (lambda root: (root / "index.parquet").unlink(), "index.parquet", "not finished"),
         (lambda root: (root / "index.parquet").write_bytes(b"PAR1"), "index.parquet", "not an index"),
         (lambda root: (root / "plan.parquet").unlink(), "plan.parquet", "not a plan"),
@@ -145,11 +143,12 @@ def other_run(root: Path) -> None:
         (lambda root: (root / "shards/gpu-00009.parquet").touch(), "shards/gpu-00009.parquet", "no shard of the plan"),
         (drop_row, "index.parquet", "each once"),
         (other_run, "shards/cpu-00000.parquet", "metadata"),
-        (change("index.parquet", "content_hash", "sha256:0"), "index.parquet", "content_hash is 'sha256:0'"),
+        (change("index.parquet", "content_hash", "sha256:0"), "index.parquet", "it should be 'sha256:0'"),
+        (change("index.parquet", "content_hash", "sha256:0", 1), "index.parquet", "one of the two files is damaged"),
         (change("index.parquet", "item", 1), "index.parquet", "each once"),
         (change("shards/cpu-00000.parquet", "num_tokens", 7), "shards/cpu-00000.parquet", "num_tokens is 7"),
         (change("shards/cpu-00000.parquet", "id", "x"), "shards/cpu-00000.parquet", "id is 'x'"),
-        (change("shards/cpu-00000.parquet", "checksum", "0" * 32), "shards/cpu-00000.safetensors", "checksum"),
+        (change("shards/cpu-00001.parquet", "checksum", "0" * 32), "shards/cpu-00001.parquet", "checksum"),
         (change("shards/cpu-00001.parquet", "patch_start", 4), "shards/cpu-00001.parquet", "without gaps"),
         (change("shards/cpu-00001.parquet", "grid_h", 9), "shards/cpu-00001.parquet", "grid_h is 9"),
         (change("shards/cpu-00001.parquet", "item", 0), "shards/cpu-00001.parquet", "planned for this shard"),

@@ -21,9 +21,10 @@ from conftest import GOLDEN, Silent, encode, golden_cases, local_row, picture, w
 from PIL import Image, ImageFile
 
 from kimik3_prep.checkpoint.config import PreprocessorConfig
+from kimik3_prep.checkpoint.levels import DTYPES, level_table
 from kimik3_prep.errors import InputError, ItemError, PlanMismatch, TooManyFailures
 from kimik3_prep.output import tables as store
-from kimik3_prep.pixels.cpu import TORCH_DTYPES, level_table, write_patches
+from kimik3_prep.pixels.cpu import write_patches
 from kimik3_prep.run import engines, jobs, work
 from kimik3_prep.run.check import Settings, default_output
 from kimik3_prep.run.prepare import dry_run, prepare
@@ -62,8 +63,9 @@ def test_golden_set_end_to_end_in_every_dtype(golden: Path, tmp_path: Path) -> N
     rows = [{"id": case["id"], "image": case["file"]} for case in CASES]
     manifest = write_manifest(golden / "m.jsonl", rows)
     expected = {case["id"]: case for case in CASES}
-    table = level_table(work_config())[0]
-    for dtype in TORCH_DTYPES:
+    config = work_config()
+    table = level_table(config.image_mean, config.image_std)[0]
+    for dtype in DTYPES:
         out = tmp_path / dtype
         summary = encode(manifest, out, dtype=dtype, workers=2, shard_size=150_000_000)
         assert summary.failed == sum(case["expect"] == "error" for case in CASES)
@@ -90,7 +92,7 @@ def test_golden_set_end_to_end_in_every_dtype(golden: Path, tmp_path: Path) -> N
             if dtype == "float32":
                 assert hashlib.sha256(raw).hexdigest() == case["sha256"]
             elif dtype == "uint8":
-                assert hashlib.sha256(table[stored.int()].numpy().tobytes()).hexdigest() == case["sha256"]
+                assert hashlib.sha256(table[stored.numpy()].tobytes()).hexdigest() == case["sha256"]
             else:
                 # The run's float32 shards hold the golden bytes; a narrower dtype holds those, rounded once.
                 assert torch.equal(stored, float32_of(tmp_path, row).to(stored.dtype))
@@ -315,7 +317,7 @@ def three_paths(mixed: Path) -> Path:
     return write_manifest(mixed.parent / "three.jsonl", rows)
 
 
-@pytest.mark.parametrize("dtype", TORCH_DTYPES)
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_a_manifest_that_mixes_all_paths_just_works(three_paths: Path, dtype: str, tmp_path: Path) -> None:
     out = tmp_path / "out"
     summary = encode(three_paths, out, device="cpu", workers=2, shard_size=3_000_000, dtype=dtype, batch_bytes=100_000)
@@ -530,9 +532,9 @@ def test_a_token_budget_is_what_a_smaller_limit_gives(tmp_path: Path, published:
         config = replace(published, in_patch_limit=row["in_patch_limit"] or published.in_patch_limit)
         with Image.open(tmp_path / row["image"]) as image:
             grid = config.grid_rule().grid(*image.size)
-            out = torch.empty((grid.patches, 3, 14, 14))
-            write_patches(image, grid, config, out)
-        assert xxhash.xxh3_128_hexdigest(out.numpy().tobytes()) == row["checksum"]
+            out = np.empty((grid.patches, 3, 14, 14), np.float32)
+            write_patches(image, grid, config, out, "float32")
+        assert xxhash.xxh3_128_hexdigest(out.tobytes()) == row["checksum"]
     with pytest.raises(PlanMismatch, match="max_tokens"):
         encode(tmp_path / "m.jsonl", tmp_path / "out")
 

@@ -14,9 +14,9 @@ import pytest
 from rich.console import Console
 
 from kimik3_prep.checkpoint.config import Diagnosis, Setting
+from kimik3_prep.checkpoint.levels import DTYPES
 from kimik3_prep.errors import InputError, Problem, RunError, TooManyFailures
 from kimik3_prep.manifest.folder import Gathered
-from kimik3_prep.output.recipe import ITEM_BYTES
 from kimik3_prep.output.totals import PlanSummary, RunSummary
 from kimik3_prep.screen import answers as findings
 from kimik3_prep.screen import terminal
@@ -41,7 +41,7 @@ def plain(monkeypatch: pytest.MonkeyPatch) -> None:
 def plan(**more: Any) -> PlanSummary:
     values: dict[str, Any] = {
         **{"rows": 14, "failed": 0, "failures": (), "images": 13, "pixels": 4_550_000, "patches": 24_536},
-        **{"tokens": 7059, "bytes_by_dtype": {name: 24_536 * 588 * size for name, size in ITEM_BYTES.items()}},
+        **{"tokens": 7059, "bytes_by_dtype": {name: 24_536 * 588 * dtype.itemsize for name, dtype in DTYPES.items()}},
         **{"shards": {"cpu": 2, "local": 1}, "histogram": ((16, 0), (32, 1), (64, 12))},
     }
     return PlanSummary(**values | more)
