@@ -5,7 +5,7 @@ Heavy modules are imported inside the commands, so that `--help` and `validate-c
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -13,10 +13,12 @@ import typer
 
 from kimik3_prep import __version__
 from kimik3_prep.errors import InputError, Problem
-from kimik3_prep.screen.process import exit_codes, run_command, tell
+from kimik3_prep.screen import answers
+from kimik3_prep.screen.process import Commands, run_command
 
 app = typer.Typer(
     name="kimik3-prep",
+    cls=Commands,
     help="Prepare images for Kimi-K3 once, offline and exactly.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
@@ -54,18 +56,11 @@ def validate_config(
 ) -> None:
     """Say everything a preprocessor config means, and everything that is wrong with it."""
     from kimik3_prep.checkpoint.config import diagnose, find_config, write_fixed_copy
-    from kimik3_prep.screen import terminal
 
-    with exit_codes(format):
-        diagnosis = diagnose(find_config(config))
-        restored = write_fixed_copy(diagnosis, write_fixed) if write_fixed else None
-        if format == "json":
-            terminal.print_json(diagnosis.as_dict() | ({"restored": list(restored)} if restored is not None else {}))
-        else:
-            terminal.print_diagnosis(diagnosis)
-            if restored is not None:
-                terminal.out.print(f"{write_fixed}: restored {', '.join(restored) or 'nothing, no key is missing'}")
-        raise typer.Exit(0 if diagnosis.config is not None else 2)
+    diagnosis = diagnose(find_config(config))
+    restored = write_fixed_copy(diagnosis, write_fixed) if write_fixed else None
+    answers.give(diagnosis.report(restored), format)
+    raise typer.Exit(0 if diagnosis.config is not None else 2)
 
 
 @app.command()
@@ -88,20 +83,17 @@ def manifest(
     format: Format = "text",
 ) -> None:
     """Make a manifest of a folder of images, or of a list whose rows name images."""
-    from kimik3_prep.manifest import folder as gathering
-    from kimik3_prep.screen import answers as findings
-    from kimik3_prep.screen import terminal
+    from kimik3_prep.manifest.folder import Wishes, gather
+    from kimik3_prep.screen.terminal import print_lines
 
-    with exit_codes(format):
-        if format == "json" and output is None:
-            raise InputError([Problem("--format json", "standard output is the manifest's", hint="add --output FILE")])
-        wishes = gathering.Wishes(
-            source, output, image_dir, image_field, id_field, number_rows, absolute, size, overwrite
-        )
-        found, lines = gathering.gather(wishes)
-        if output is None:
-            terminal.print_lines(lines)
-        terminal.print_json({"status": "ok", **asdict(found)}) if format == "json" else findings.print_gathered(found)
+    if format == "json" and output is None:
+        raise InputError([Problem("--format json", "standard output is the manifest's", hint="add --output FILE")])
+    gathered, lines = gather(
+        Wishes(source, output, image_dir, image_field, id_field, number_rows, absolute, size, overwrite)
+    )
+    if output is None:
+        print_lines(lines)
+    answers.give(gathered, format)
 
 
 @app.command()
@@ -185,45 +177,43 @@ def encode(
     format: Format = "text",
 ) -> None:
     """Encode a manifest of images into shards of pixel features."""
+    from kimik3_prep.run import check
+    from kimik3_prep.run import prepare as run
+    from kimik3_prep.screen.progress import ProgressReporter
 
-    with exit_codes(format):
-        from kimik3_prep.run import check  # inside: these imports take a second, in which Ctrl-C may be pressed
-        from kimik3_prep.run import prepare as run
-        from kimik3_prep.screen.progress import ProgressReporter
-
-        settings = check.Settings(
-            manifest=manifest,
-            output=output or check.default_output(manifest),
-            staging=staging,
-            config=config,
-            backend=backend,
-            dtype=dtype,
-            device=device,
-            batch_bytes=check.parse_size(batch_bytes, "--batch-bytes"),
-            shard_size=check.parse_size(shard_size, "--shard-size"),
-            workers=workers or check.default_workers(),
-            dedupe=dedupe,
-            max_tokens=max_tokens,
-            exif=exif,
-            limit=limit,
-            max_pixels=max_pixels,
-            memory=check.parse_size(memory, "--memory") if memory else None,
-            item_timeout=item_timeout,
-            on_error=on_error,
-            max_failures=max_failures,
-            overwrite=overwrite,
-            retry_failed=retry_failed,
-            image_root=image_root,
-            index_only=index_only,
-            engine=engine,
-            ray_address=ray_address,
-            shard_range=None if shard_range is None else check.parse_range(shard_range),
-        )
-        work = run.dry_run if dry_run else run.prepare_range if settings.shard_range else run.prepare
-        with ProgressReporter(progress) as reporter:
-            summary = work(settings, reporter)
-        tell(summary, reporter.warnings, dtype, format)
-        raise typer.Exit(1 if summary.failed else 0)
+    settings = check.Settings(
+        manifest=manifest,
+        output=output or check.default_output(manifest),
+        staging=staging,
+        config=config,
+        backend=backend,
+        dtype=dtype,
+        device=device,
+        batch_bytes=check.parse_size(batch_bytes, "--batch-bytes"),
+        shard_size=check.parse_size(shard_size, "--shard-size"),
+        workers=workers or check.default_workers(),
+        dedupe=dedupe,
+        max_tokens=max_tokens,
+        exif=exif,
+        limit=limit,
+        max_pixels=max_pixels,
+        memory=check.parse_size(memory, "--memory") if memory else None,
+        item_timeout=item_timeout,
+        on_error=on_error,
+        max_failures=max_failures,
+        overwrite=overwrite,
+        retry_failed=retry_failed,
+        image_root=image_root,
+        index_only=index_only,
+        engine=engine,
+        ray_address=ray_address,
+        shard_range=None if shard_range is None else check.parse_range(shard_range),
+    )
+    work = run.dry_run if dry_run else run.prepare_range if settings.shard_range else run.prepare
+    with ProgressReporter(progress) as reporter:
+        summary = work(settings, reporter)
+    answers.give(replace(summary, warnings=tuple(reporter.warnings)), format)
+    raise typer.Exit(1 if summary.failed else 0)
 
 
 @app.command()
@@ -232,15 +222,13 @@ def finish(
     format: Format = "text",
 ) -> None:
     """Write the final index, once all ranges of a run have filled their shards."""
+    from kimik3_prep.run import prepare as run
+    from kimik3_prep.screen.progress import ProgressReporter
 
-    with exit_codes(format):
-        from kimik3_prep.run import prepare as run
-        from kimik3_prep.screen.progress import ProgressReporter
-
-        with ProgressReporter(False) as reporter:
-            summary = run.finish(path, reporter)
-        tell(summary, reporter.warnings, "", format)
-        raise typer.Exit(1 if summary.failed else 0)
+    with ProgressReporter(False) as reporter:
+        summary = run.finish(path, reporter)
+    answers.give(replace(summary, warnings=tuple(reporter.warnings)), format)
+    raise typer.Exit(1 if summary.failed else 0)
 
 
 @app.command()
@@ -261,21 +249,12 @@ def inspect(
 ) -> None:
     """Show what lies in a shard, an index or an output folder."""
     from kimik3_prep.reading import inspection, sheets
-    from kimik3_prep.screen import answers as findings
-    from kimik3_prep.screen import terminal
 
-    with exit_codes(format):
-        if (id or grid) and render is None:
-            option, what = ("--id", "chooses what to render") if id else ("--grid", "marks what is rendered")
-            raise InputError([Problem(option, what, hint="add --render FOLDER")])
-        drawn = sheets.render(path, render, id or (), first, grid) if render else []
-        found = inspection.inspect(path)
-        if format == "json":
-            terminal.print_json(found | ({"pictures": [asdict(picture) for picture in drawn]} if render else {}))
-        else:
-            findings.print_inspection(found)
-            for picture in drawn:
-                terminal.out.print(str(picture))
+    if (id or grid) and render is None:
+        option, what = ("--id", "chooses what to render") if id else ("--grid", "marks what is rendered")
+        raise InputError([Problem(option, what, hint="add --render FOLDER")])
+    pictures = tuple(sheets.render(path, render, id or (), first, grid)) if render else None
+    answers.give(inspection.inspect(path, pictures), format)
 
 
 @app.command()
@@ -300,19 +279,15 @@ def verify(
     format: Format = "text",
 ) -> None:
     """Prove that an output folder holds what its run says; exit 1 where it does not."""
-    from kimik3_prep.screen import answers as findings
-    from kimik3_prep.screen import terminal
+    from kimik3_prep.reading.verify import Comparison
+    from kimik3_prep.reading.verify import verify as check_folder
 
-    with exit_codes(format):
-        from kimik3_prep.reading.verify import Comparison
-        from kimik3_prep.reading.verify import verify as check_folder
-
-        comparison = None
-        if against_source or processor is not None:
-            comparison = Comparison(manifest, sample, against_source, processor, trust_remote_code)
-        report = check_folder(path, comparison)
-        terminal.print_json(report.as_dict()) if format == "json" else findings.print_verification(report)
-        raise typer.Exit(1 if report.findings else 0)
+    comparison = None
+    if against_source or processor is not None:
+        comparison = Comparison(manifest, sample, against_source, processor, trust_remote_code)
+    report = check_folder(path, comparison)
+    answers.give(report, format)
+    raise typer.Exit(1 if report.problems else 0)
 
 
 def main() -> None:

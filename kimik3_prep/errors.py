@@ -11,7 +11,9 @@
     │   ├── PlanMissing           `finish` in a folder without a plan
     │   ├── ShardsMissing         `finish` before all shards are there
     │   ├── RunStopped            the run was asked to stop
-    │   └── TooManyFailures       `--on-error fail` or `--max-failures` stopped the run
+    │   ├── TooManyFailures       `--on-error fail` or `--max-failures` stopped the run
+    │   └── CannotPrint           standard output takes no more text
+    ├── Interrupted               Ctrl-C (exit 130) or SIGTERM (exit 143) stopped the command
     ├── StoreError                stored features cannot be read: a shard is gone, damaged or of another run (exit 3)
     └── ItemError                 one item failed; recorded in the index, the run goes on
         └── FailedItem            the features of an item were asked for that failed when they were made
@@ -22,7 +24,7 @@ A class writes its own sentence; the command line only prints it.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Literal
 
 #: Why one item failed. The word goes into the index column `error_code`; treat it as a public interface.
@@ -51,30 +53,24 @@ INSTALL_RAY = "pip install 'kimik3-prep[ray]'"
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One thing that is wrong with the input, in the words of somebody who wants to mend it.
-
-    where: `file:line` or `file: JSON path`.
-    what: what was found there.
-    expected: what should be there instead; may be empty.
-    hint: what to do; may be empty.
-    severity: warnings are shown and the run goes on.
-    """
+    """One thing that is wrong with the input, in words that help to mend it."""
 
     where: str
+    """`file:line`, `file: JSON path`, or an option."""
     what: str
+    """What stands there."""
     expected: str = ""
+    """What should stand there; may be empty."""
     hint: str = ""
+    """What to do; may be empty."""
     severity: Literal["error", "warning"] = "error"
+    """A warning is shown and the command goes on."""
 
     def __str__(self) -> str:
         text = f"{self.where}: {self.what}"
         if self.expected:
             text += f"; expected {self.expected}"
         return f"{text} ({self.hint})" if self.hint else text
-
-    def as_dict(self) -> dict[str, str]:
-        """The five fields as JSON-ready strings."""
-        return asdict(self)
 
 
 class PrepError(Exception):
@@ -211,13 +207,31 @@ class TooManyFailures(RunError):
     def __str__(self) -> str:
         items = "1 failed item" if self.failed == 1 else f"{self.failed:,} failed items"
         example = f" ({self.first})" if self.first else ""
-        allowed = (
-            f"--max-failures {self.most} allows no more" if self.most else "none may fail (--on-error, --max-failures)"
-        )
+        allowed = f"--max-failures {self.most} allows no more"
+        if not self.most:
+            allowed = "--on-error fail, or --max-failures 0, allows none"
         return (
             f"stopped at {items}{example}: {allowed}. What is committed stays valid. Mend the items, or run the same "
             "command without these options to record failures and go on."
         )
+
+
+class CannotPrint(RunError):
+    """Standard output takes no more text. Facts: the reason."""
+
+    def __str__(self) -> str:
+        return f"cannot write to standard output: {self.args[0]}"
+
+
+class Interrupted(PrepError):
+    """A signal stopped the command. Facts: the exit code, 130 for Ctrl-C and 143 for SIGTERM."""
+
+    def __init__(self, exit_code: int) -> None:
+        super().__init__(exit_code)
+        self.exit_code = exit_code
+
+    def __str__(self) -> str:
+        return "interrupted; committed shards stay valid, run the same command to continue"
 
 
 class ItemError(PrepError):

@@ -45,6 +45,13 @@ GOLDEN = Path(__file__).parent / "golden"
 BINARY = Path(sys.executable).with_name("kimik3-prep")
 
 
+#: What an id may hold: markup, an emoji code, a cleared screen, a renamed window, a forged line, a reversed reading
+#: order, the one-byte form of an escape sequence, and a file name that is not UTF-8.
+HOSTILE = "[red]a[/red] :cat: \x1b[2J\x1b]0;owned\x07\r\nerror: forged \u202egpj.exe \x9b31m\udcff"
+#: The same, letter by letter.
+SHOWN = "[red]a[/red] :cat: \\x1b[2J\\x1b]0;owned\\x07\\r\\nerror: forged \\u202egpj.exe \\x9b31m\\udcff"
+
+
 def golden_cases(name: str) -> list[dict[str, Any]]:
     """The rows of a golden list, `images` or `configs`."""
     return [json.loads(line) for line in (GOLDEN / f"{name}.jsonl").read_text().splitlines()]

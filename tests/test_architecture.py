@@ -20,7 +20,7 @@ CONTRIBUTING = ROOT / ".github" / "CONTRIBUTING.md"
 #: The house from the bottom up. A room imports from rooms before it, and a file from files before it in its room.
 #: A new file gets a place here; CONTRIBUTING.md shows the same house.
 HOUSE: dict[str, tuple[str, ...]] = {
-    "": ("__init__", "errors", "strict_json", "disk", "offsets", "remote"),
+    "": ("__init__", "errors", "strict_json", "disk", "remote"),
     "checkpoint": ("levels", "grid", "rules", "config"),
     "images": ("address", "cell", "source", "decode"),
     "manifest": ("row", "tar", "columns", "read", "records", "folder"),
@@ -30,7 +30,7 @@ HOUSE: dict[str, tuple[str, ...]] = {
         *("threads", "memory", "compute", "jobs", "work", "engines"),
         *("check", "planning", "fill", "prepare"),
     ),
-    "reading": ("stored", "engines", "features", "training", "verify", "inspection", "pictures", "sheets"),
+    "reading": ("stored", "engines", "features", "training", "verify", "pictures", "sheets", "inspection"),
     "screen": ("terminal", "progress", "answers", "process"),
 }
 DOORS = ("cli", "__main__")
@@ -63,10 +63,11 @@ FRONT_DOOR = {"reading.features", "reading.training"}
 #: Where foreign exceptions of any kind are caught, to be translated.
 SEAMS = {
     ("images.source", "foreign_errors"),
+    ("images.decode", "_orientation"),
     ("remote", "asked"),
     ("run.threads", "_work"),
     ("reading.verify", "_load_processor"),
-    ("screen.process", "exit_codes"),
+    ("screen.process", "run_command"),
 }
 
 

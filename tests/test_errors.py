@@ -9,8 +9,10 @@ import pytest
 
 from kimik3_prep import errors
 from kimik3_prep.errors import (
+    CannotPrint,
     FailedItem,
     InputError,
+    Interrupted,
     ItemError,
     ItemErrorCode,
     PlanMismatch,
@@ -38,13 +40,6 @@ def test_a_problem_is_one_sentence(problem: Problem, sentence: str) -> None:
     assert str(problem) == sentence
 
 
-def test_a_problem_as_json() -> None:
-    assert TWO.as_dict() == {
-        **{"where": "m.jsonl:5", "what": "the row names no image"},
-        **{"expected": "", "hint": "", "severity": "error"},
-    }
-
-
 def test_an_input_error_lists_every_problem() -> None:
     assert str(InputError([ONE, TWO])).splitlines() == ["2 problems found before any work:", f"  {ONE}", f"  {TWO}"]
     assert str(InputError(iter([TWO]))).splitlines() == ["1 problem found before any work:", f"  {TWO}"]
@@ -66,6 +61,9 @@ def test_problems_that_were_only_counted_are_told() -> None:
         (PlanMismatch([ONE]), 2),
         (RunError("the disk is full"), 3),
         (TooManyFailures("3 items failed"), 3),
+        (CannotPrint("disk full"), 3),
+        (Interrupted(130), 130),
+        (Interrupted(143), 143),
         (ItemError("truncated", "the data ends early"), 3),
         (FailedItem("truncated", "the data ends early", "a", 7), 3),
         (StoreError("the shard is gone"), 3),

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import json
 import re
+import runpy
 import subprocess
 import sys
+import types
+from collections.abc import Mapping
+from dataclasses import dataclass, is_dataclass
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from conftest import Run
 from PIL import Image
@@ -85,97 +89,73 @@ def test_the_table_of_item_errors_names_every_code() -> None:
 
 # --- the documents of --format json ---------------------------------------------------------------------------------
 
-_WORD = re.compile(r"\s*(\.\.\.|[\w*\"]+|[{}\[\]:,|?])")
-_KINDS: dict[str, tuple[type, ...]] = {
-    "string": (str,),
-    "int": (int,),
-    "number": (int, float),
-    "bool": (bool,),
-    "null": (type(None),),
-    "any": (object,),
-}
+
+def describe_json() -> dict[str, Any]:
+    """Return what scripts/describe_json.py defines."""
+    return runpy.run_path(str(ROOT / "scripts" / "describe_json.py"))
 
 
-def shapes() -> dict[str, Any]:
-    """The documents of the README's section, by name: an object is a dict, a list `[T]`, a choice a tuple."""
-    block = README.split("## JSON output")[1].split("```")[1]
-    found: dict[str, Any] = {}
-    for entry in re.split(r"\n+(?=\S)", block.strip()):
-        name, _, text = entry.partition(":")
-        words = _WORD.findall(text)
-        found[name] = one_of(words)
-        assert words == [], name
-    return found
+def test_the_section_about_json_is_made_from_the_classes() -> None:
+    assert describe_json()["written"]() == README, "run `python scripts/describe_json.py --write`"
 
 
-def one_of(words: list[str]) -> Any:
-    """A type, or several with bars between them."""
-    choices = [shape(words)]
-    while words[:1] == ["|"]:
-        words.pop(0)
-        choices.append(shape(words))
-    return choices[0] if len(choices) == 1 else tuple(choices)
+def test_every_key_is_described() -> None:
+    script = describe_json()
+    documents = list(script["DOCUMENTS"].values())
+    for kind in [*documents, *(part for document in documents for part in script["inside"](document))]:
+        described = script["descriptions"](kind)
+        assert described.keys() >= get_type_hints(kind).keys(), kind
+        assert all(text.endswith(".") and "\n" not in text for text in described.values()), kind
 
 
-def shape(words: list[str]) -> Any:
-    word = words.pop(0)
-    if word == "[":
-        inside = one_of(words)
-        assert words.pop(0) == "]"
-        return [inside]
-    if word != "{":
-        return word
-    keys: dict[str, Any] = {}
-    while words[0] != "}":
-        key = words.pop(0)
-        if key == "...":
-            keys["..."] = words.pop(0)
-        else:
-            key += words.pop(0) if words[0] == "?" else ""
-            assert words.pop(0) == ":"
-            keys[key] = one_of(words)
-        if words[0] == ",":
-            words.pop(0)
-    words.pop(0)
-    return keys
-
-
-def differences(value: Any, form: Any, named: dict[str, Any], at: str = "") -> list[str]:
-    """What of a document is not as the README says: a key too many or too few, another type."""
-    if isinstance(form, tuple):
-        found = [differences(value, choice, named, at) for choice in form]
-        return [] if [] in found else found[0]
-    if isinstance(form, list):
+def differences(value: Any, hint: Any, at: str = "") -> list[str]:
+    """Say where a JSON value is not of a type: a key too many or too few, another kind of value."""
+    origin, arguments = get_origin(hint), get_args(hint)
+    if hint is Any:
+        return []
+    if origin in (Union, types.UnionType):
+        several = [differences(value, part, at) for part in arguments]
+        return [] if [] in several else several[0]
+    if origin is Literal:
+        return [] if value in arguments else [f"{at} is {value!r}"]
+    if is_dataclass(hint):
+        hints = get_type_hints(hint)
+        if not isinstance(value, dict):
+            return [f"{at} is {value!r}, not {hint}"]
+        if value.keys() != hints.keys():
+            return [f"{at} has the keys {list(value)}, not {list(hints)}"]
+        return [text for key, part in hints.items() for text in differences(value[key], part, f"{at}.{key}")]
+    if origin in (dict, Mapping):
+        return [text for key, part in value.items() for text in differences(part, arguments[1], f"{at}.{key}")]
+    if origin is tuple or hasattr(hint, "_fields"):
         if not isinstance(value, list):
-            return [f"{at} is no list"]
-        return [text for part in value for text in differences(part, form[0], named, f"{at}[]")]
-    if isinstance(form, str) and form in named:
-        return differences(value, named[form], named, at)
-    if isinstance(form, str) and form.startswith('"'):
-        return [] if value == form.strip('"') else [f"{at} is {value!r}"]
-    if isinstance(form, str):
-        wrong = not isinstance(value, _KINDS[form]) or (type(value) is bool and form in ("int", "number"))
-        return [f"{at} is {value!r}, not {form}"] if wrong else []
-    if not isinstance(value, dict):
-        return [f"{at} is no object"]
-    if "*" in form:
-        return [text for key in value for text in differences(value[key], form["*"], named, f"{at}.{key}")]
-    form = {**form, **(named[form["..."]] if "..." in form else {})}
-    form.pop("...", None)
-    keys = {key.rstrip("?"): part for key, part in form.items()}
-    found = [f"{at}.{key} is not said" for key in value.keys() - keys.keys()]
-    found += [f"{at}.{key} is missing" for key in form if not key.endswith("?") and key not in value]
-    return found + [t for key in keys if key in value for t in differences(value[key], keys[key], named, f"{at}.{key}")]
+            return [f"{at} is {value!r}, not {hint}"]
+        parts = arguments or tuple(get_type_hints(hint).values())
+        if parts[-1] is Ellipsis:
+            parts = parts[:1] * len(value)
+        if len(value) != len(parts):
+            return [f"{at} is {value!r}, not {hint}"]
+        pairs = zip(value, parts, strict=True)
+        return [text for part, form in pairs for text in differences(part, form, f"{at}[]")]
+    right = type(value) is hint or (hint is float and type(value) is int)
+    return [] if right else [f"{at} is {value!r}, not {hint}"]
 
 
-def test_a_document_that_is_not_as_said_is_found() -> None:
-    named = {"A": {"x": "int", "y?": ["string"]}, "B": {"z": ("string", "null"), "...": "A"}}
-    assert differences({"x": 1, "z": None}, "B", named) == []
-    assert differences({"x": True, "y": [1], "z": "s"}, "B", named) == [
-        *(".x is True, not int", ".y[] is 1, not string"),
+@dataclass
+class Example:
+    number: int
+    names: tuple[str, ...]
+    one: Literal["a"] | None
+
+
+def test_a_value_that_is_not_as_said_is_found() -> None:
+    assert differences({"number": 1, "names": ["a"], "one": None}, Example) == []
+    assert differences({"number": True, "names": ["a", 1], "one": "b"}, Example) == [
+        ".number is True, not <class 'int'>",
+        ".names[] is 1, not <class 'str'>",
+        ".one is 'b'",
     ]
-    assert differences({"x": 1, "z": 5, "w": 0}, "B", named) == [".w is not said", ".z is 5, not string"]
-    assert differences({"z": ""}, "B", named) == [".x is missing"]
+    assert differences({"number": 1}, Example) == [" has the keys ['number'], not ['number', 'names', 'one']"]
 
 
 def test_json_documents_are_as_the_readme_says(run: Run, tmp_path: Path) -> None:
@@ -184,33 +164,29 @@ def test_json_documents_are_as_the_readme_says(run: Run, tmp_path: Path) -> None
     (tmp_path / "broken.json").write_text(config_of_published.replace('"in_patch_limit"', '"max_patches"'))
     shard, config = "out/shards/cpu-00000.safetensors", ["--config", "kimi-k3"]
     rows = "sample/manifest.jsonl"
+    error = "any command that fails"
     commands: list[tuple[str, list[str]]] = [
         ("validate-config", ["validate-config", "kimi-k3"]),
         ("validate-config", ["validate-config", "broken.json", "--write-fixed", "fixed.json"]),
         ("manifest", ["manifest", "sample", "-o", "m.jsonl"]),
         ("manifest", ["manifest", rows, "-o", "nowhere.jsonl", "--image-dir", "/nowhere"]),
         ("encode --dry-run", ["encode", rows, *config, "--dry-run"]),
-        ("encode", ["encode", rows, *config, "-o", "out"]),
+        ("encode --shard-range", ["encode", rows, *config, "-o", "out", "--shard-range", "1/1"]),
+        ("inspect OUT", ["inspect", "out"]),
+        ("encode, finish", ["finish", "out"]),
+        ("encode, finish", ["encode", rows, *config, "-o", "out"]),
         ("inspect SHARD", ["inspect", shard]),
         ("inspect SHARD", ["inspect", shard, "--render", "png", "--first", "1"]),
         ("inspect INDEX", ["inspect", "out/index.parquet"]),
-        ("inspect OUT", ["inspect", "out"]),
         ("inspect OUT", ["inspect", "out", "--render", "png", "--first", "1"]),
         ("verify", ["verify", "out"]),
         ("verify", ["verify", "out", "--against-source", "--manifest", rows, "--sample", "1"]),
-        ("an error", ["encode", "broken.json", *config]),
-        ("an error", ["inspect", "nothing"]),
+        (error, ["encode", "broken.json", *config]),
+        (error, ["inspect", "nothing"]),
+        (error, ["encode"]),
     ]
-    named = shapes()
-    seen: set[str] = set()
-    optional = {f"{name}.{key}" for name, form in named.items() for key in form if key.endswith("?")}
+    documents = describe_json()["DOCUMENTS"]
     for name, command in commands:
-        done = run(*command, "--format", "json")
-        document = json.loads(done.stdout)
-        assert differences(document, named[name], named) == [], command
-        seen |= {name}
-        optional -= {f"{name}.{key}?" for key in document}
-    (tmp_path / "out" / "index.parquet").unlink()
-    for name, command in commands[9:12:2]:  # a run that is not finished, and its problems
-        assert differences(json.loads(run(*command, "--format", "json").stdout), named[name], named) == []
-    assert (seen, optional) == ({name for name in named if not name[0].isupper()}, set())
+        document = json.loads(run(*command, "--format", "json").stdout)
+        assert differences(document, documents[name], name) == [], command
+    assert {name for name, _ in commands} == set(documents)

@@ -34,28 +34,42 @@ _NEEDED = "Kimi-K3 encoder preprocessing needs an image processor"
 
 @dataclass(frozen=True, slots=True)
 class Background:
-    """What transparent pixels show: one gray level, or a chessboard of two (0 to 255), squares in pixels."""
+    """What transparent pixels show."""
 
     pattern: Literal["white", "black", "gray", "chessboard"]
+    """One gray level, or a chessboard of two."""
     square_size: int
+    """Side of a chessboard's square in pixels."""
     square_on_top_left: bool
+    """The square at the top left is a white one."""
     white_value: int
+    """Level of the white squares, 0 to 255."""
     gray_value: int
+    """Level of the gray squares, 0 to 255."""
 
 
 @dataclass(frozen=True, slots=True)
 class PreprocessorConfig:
-    """The values that decide features. Sizes in pixels, limits in patches; `background` None drops alpha."""
+    """The values of a preprocessor config that decide features."""
 
     patch_size: int
+    """Side of a patch in pixels."""
     merge_size: int
+    """Side of a token in patches."""
     in_patch_limit: int
+    """A larger image is scaled down to about so many patches."""
     patch_limit_on_one_side: int
+    """No side of an image has more patches."""
     image_mean: tuple[float, float, float]
+    """What normalisation takes from a value between 0 and 1, by channel."""
     image_std: tuple[float, float, float]
+    """What normalisation then divides by, by channel."""
     fixed_output_tokens: int | None
+    """Every image counts so many tokens; null: as its grid says."""
     background: Background | None
+    """What shows through transparent pixels; null drops the alpha channel."""
     fill_stage: Literal["before_resize", "after_resize"]
+    """When the background is filled in."""
 
     def grid_rule(self) -> GridRule:
         """The part that decides grids."""
@@ -88,12 +102,16 @@ Source = Literal["file", "default", "missing"]
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """One key as it is read. source: file, default (absent, read as `value`) or missing (required and absent)."""
+    """One key of a config as it is read."""
 
     key: str
+    """Its name; `transparent_bg_config.` comes before the keys inside that one."""
     value: Any
+    """What it reads as."""
     published: Any
+    """What the published config says."""
     source: Source
+    """Where the value comes from. missing: the key is required and absent; default: it is absent, and may be."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,14 +133,31 @@ class Diagnosis:
         """The problems one should know of."""
         return tuple(problem for problem in self.problems if problem.severity == "warning")
 
-    def as_dict(self) -> dict[str, Any]:
-        """JSON-ready."""
-        return {
-            "path": str(self.path),
-            "valid": self.config is not None,
-            "settings": [asdict(setting) for setting in self.settings],
-            "problems": [problem.as_dict() for problem in self.problems],
-        }
+    def report(self, restored: tuple[str, ...] | None = None) -> ConfigReport:
+        """Return the document that `validate-config` prints. restored: the keys that `--write-fixed` added."""
+        return ConfigReport(
+            path=str(self.path),
+            valid=self.config is not None,
+            settings=self.settings,
+            problems=self.problems,
+            restored=restored,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConfigReport:
+    """What a config means and what is wrong with it."""
+
+    path: str
+    """The file."""
+    valid: bool
+    """No problem is an error."""
+    settings: tuple[Setting, ...]
+    """Every key that the checkpoint's processor reads."""
+    problems: tuple[Problem, ...]
+    """All errors and warnings."""
+    restored: tuple[str, ...] | None
+    """The keys that `--write-fixed` added to its copy; null without that option."""
 
 
 # --- finding ------------------------------------------------------------------------------------------------------
@@ -247,7 +282,7 @@ def _read(path: Place) -> bytes:
 
     try:
         if isinstance(path, str):
-            with remote.RemoteFile(path) as part:
+            with remote.opened(path) as part:
                 content = part.read(_MOST_BYTES + 1)
             if len(content) > _MOST_BYTES:
                 raise refuse(f"more than {_MOST_BYTES:,} bytes long")

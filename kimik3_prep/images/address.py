@@ -3,7 +3,10 @@
     set.tar!tar:1536+20480!dir/cat.jpg     20,480 bytes from byte 1,536 on; the name is for people
     set.parquet!parquet:17!image.bytes     that column of row 17, counted from 0
 
-The file in front of the first `!` is a path or a URL like that of any image.
+The file in front of the first `!` is a path or a URL like that of any image. A URL may be a chain of fsspec's, whose
+last link is a path or a URL as well:
+
+    zip://dir/cat.jpg::pictures.zip        the member dir/cat.jpg of that archive
 """
 
 from __future__ import annotations
@@ -13,10 +16,12 @@ import re
 from dataclasses import dataclass
 from urllib.parse import unquote
 
-from kimik3_prep.offsets import OffsetFile
-from kimik3_prep.remote import beneath, scheme
+from kimik3_prep.remote import beneath, links, scheme
 
-_MEMBER = re.compile(r"(.+?)(!tar:(\d{1,18})\+(\d{1,18})!.*|!parquet:(\d{1,18})!(.+))", re.DOTALL)
+_LONGEST_SCHEME = 40
+_LONGEST_PATH = 4096
+
+_MEMBER = re.compile(r"(.+?)!(?:tar:(\d{1,18})\+(\d{1,18})!.*|parquet:(\d{1,18})!(.+))", re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,18 +40,22 @@ class TableCell:
     column: str
 
 
-def split(image: str) -> tuple[str, str]:
-    """The file of an image string, and the rest, which begins with `!`; the rest is empty for an image of its own."""
-    if "!" not in image or image.startswith("data:") or not (match := _MEMBER.fullmatch(image)):
-        return image, ""
-    return match[1], match[2]
+def is_data_url(image: str) -> bool:
+    """Whether the image's bytes stand in the string itself."""
+    return image[:5].lower() == "data:"
 
 
-def member(source: str) -> TarMember | TableCell | None:
-    """What of its file an image string means; None for all of it."""
-    if not split(source)[1] or not (match := _MEMBER.fullmatch(source)):
-        return None
-    return TarMember(int(match[3]), int(match[4])) if match[3] else TableCell(int(match[5]), match[6])
+def split(source: str) -> tuple[str, TarMember | TableCell | None]:
+    """The file of a resolved source, and what is meant in that file; None for all of it."""
+    match = _member(source)
+    if match is None or (os.path.isabs(source) and _is_file_name(source, "")):
+        return source, None
+    file, begin, size, row, column = match.groups()
+    return file, TarMember(int(begin), int(size)) if row is None else TableCell(int(row), column)
+
+
+def _member(image: str) -> re.Match[str] | None:
+    return _MEMBER.fullmatch(image) if "!" in image and not is_data_url(image) else None
 
 
 def name_in_tar(tar: str, begin: int, size: int, name: str) -> str:
@@ -60,43 +69,45 @@ def name_in_table(table: str, row: int, column: str) -> str:
 
 
 def resolve(image: str, base: str) -> str:
-    """The manifest's image string as something that can be opened: `data:` and scheme URLs stay, paths become absolute.
+    """The manifest's image string as something that can be opened, wherever the process runs: absolute in every part.
 
-    `base` is the folder, or the URL of one, that relative paths start from.
+    `base` is the folder, or the URL of one, that relative paths start from. A file that exists by that very name comes
+    before an address that looks like it.
     """
-    if image.startswith("data:"):
+    if _is_address(image) and _is_file_name(image, base):
+        return os.path.normpath(os.path.join(base, image))
+    if is_data_url(image):
         return image
-    image, inside = split(image)
-    return _resolve(image, base) + inside
+    match = _member(image)
+    file = image if match is None else match[1]
+    return _resolve(file, base) + image[len(file) :]
 
 
-def _resolve(image: str, base: str) -> str:
-    if image[:7].lower() == "file://":  # all behind the host is the path: file names hold "?" and "#"
-        return os.path.normpath(f"/{unquote(image[7:].partition('/')[2])}")
-    if scheme(image):
-        return image
-    if scheme(base) and not os.path.isabs(image):
-        return beneath(base, image)
-    return os.path.normpath(os.path.join(base, image))
+def _is_address(image: str) -> bool:
+    return "!" in image or ":" in image[:_LONGEST_SCHEME]
 
 
-class Part(OffsetFile):
-    """Part of an open local file, as a file. Reads by offset, so several may share a descriptor."""
+def _is_file_name(image: str, base: str) -> bool:
+    """Whether an image string is the name of a file here, however much it looks like an address."""
+    return len(image) <= _LONGEST_PATH and not scheme(base) and os.path.lexists(os.path.join(base, image))
 
-    def __init__(self, descriptor: int, begin: int, size: int) -> None:
-        super().__init__()
-        self._descriptor, self._begin, self._size = descriptor, begin, size
 
-    def size(self) -> int:
-        """Bytes of the part."""
-        return self._size
+def _resolve(file: str, base: str) -> str:
+    if file[:7].lower() == "file://":  # all behind the host is the path: file names hold "?" and "#"
+        return os.path.normpath(f"/{unquote(file[7:].partition('/')[2])}")
+    first, rest = links(file)
+    if rest:
+        inner, colons, outer = rest.rpartition("::")
+        return f"{first}{inner}{colons}{_resolve_outer(outer, base)}"
+    if scheme(file):
+        return file
+    if scheme(base) and not os.path.isabs(file):
+        return beneath(base, file)
+    return os.path.normpath(os.path.join(base, file))
 
-    def _read(self, place: int, count: int) -> bytes:
-        return os.pread(self._descriptor, max(0, min(count, self._size - place)), self._begin + place)
 
-    def readall(self) -> bytes:
-        """What is left."""
-        parts = []
-        while data := self.read(max(1, min(self._size - self._place, 1 << 30))):
-            parts.append(data)
-        return b"".join(parts)
+def _resolve_outer(outer: str, base: str) -> str:
+    """The last link of a chain: the archive, as a URL. fsspec would take a relative path to start where it runs."""
+    path = outer[len("file://") :] if outer[:7].lower() == "file://" else outer
+    resolved = _resolve(path, base)
+    return resolved if scheme(resolved) else f"file://{resolved}"

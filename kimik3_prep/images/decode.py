@@ -7,8 +7,10 @@ changes a pixel.
 
 from __future__ import annotations
 
+import io
 import logging
 import warnings
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, BinaryIO, Literal
 
@@ -33,7 +35,7 @@ from PIL import (  # noqa: F401  (importing a plugin registers its decoder)
 from PIL.Image import core as _core  # type: ignore[attr-defined]
 
 from kimik3_prep.errors import ItemError
-from kimik3_prep.images.source import Stamp, foreign_errors, hashed, opened
+from kimik3_prep.images.source import Encoded, Stamp, foreign_errors, hashed, opened
 
 #: Pillow's own limit before it calls an image a decompression bomb, in pixels.
 DEFAULT_MAX_PIXELS = 178_956_970
@@ -80,77 +82,95 @@ _core.set_use_block_allocator(1)  # one block per image: pixels can be viewed wi
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """What the header says, before any pixel is decoded.
-
-    width, height: pixels, swapped where the orientation is applied. stamp: None for `data:` URLs.
-    content_hash: "sha256:<hex>" of the bytes, where it was asked for.
-    """
+    """What the header says, before any pixel is decoded."""
 
     width: int
+    """Pixels; width and height are swapped where an applied orientation swaps them."""
     height: int
     mode: str
     format: str
     stamp: Stamp | None
+    """None for `data:` URLs."""
     content_hash: str | None = None
+    """The hash of the bytes, `sha256:<64 hex>`, where the caller asked for it."""
+    encoded: Encoded | None = None
+    """The bytes themselves, where all were read and the caller keeps so many."""
 
 
 @dataclass(frozen=True, slots=True)
 class Decoded:
-    """A fully loaded first frame, in its own mode.
-
-    content_hash: "sha256:<64 hex>" of the encoded bytes. exif_orientation: 1 to 8, or None where there is none.
-    """
+    """A fully loaded first frame, in its own mode."""
 
     image: Image.Image
     mode: str
     format: str
     exif_orientation: int | None
+    """1 to 8; None where the file has none that can be read."""
     content_hash: str
+    """The hash of the encoded bytes, `sha256:<64 hex>`."""
 
 
-def probe(source: str, max_pixels: int = DEFAULT_MAX_PIXELS, exif: Exif = "ignore", hash: bool = False) -> Probe:
-    """Read the header of a resolved `source`. Raises ItemError; RunError where no file can be opened any more.
+def probe(
+    source: str | Encoded,
+    max_pixels: int = DEFAULT_MAX_PIXELS,
+    exif: Exif = "ignore",
+    hash: bool = False,
+    keep: int = 0,
+) -> Probe:
+    """Read the header of a resolved source. Raises ItemError; RunError where the process may open no more files.
 
-    exif: apply gives the size of the image turned by its EXIF orientation. hash: read the whole file for its hash.
+    exif: `apply` gives the size of the image as its EXIF orientation turns it. hash: read everything, for its hash.
+    keep: hand on the bytes of a source that was read to its end, where they are at most so many.
     """
     with foreign_errors(), opened(source, whole=hash) as (file, stamp):
         content_hash = None
         if hash:
             file, content_hash = hashed(file, stamp)
         image = _identify(file, max_pixels)
-        return Probe(*_size(image, file, exif), image.mode, str(image.format), stamp, content_hash)
+        width, height = _size(image, file, exif)
+        encoded = None
+        if isinstance(file, io.BytesIO) and file.getbuffer().nbytes <= keep:
+            encoded = Encoded(file.getvalue(), stamp)
+        return Probe(width, height, image.mode, str(image.format), stamp, content_hash, encoded)
 
 
 def decode(
-    source: str,
+    source: str | Encoded,
     max_pixels: int = DEFAULT_MAX_PIXELS,
     planned: Stamp | None = None,
     exif: Exif = "ignore",
     size: tuple[int, int] | None = None,
 ) -> Decoded:
-    """Read, hash and decode a resolved `source`. Raises ItemError; RunError where no file can be opened any more.
+    """Read, hash and decode a resolved source, or the bytes that `read_whole` or `probe` read from it.
 
-    planned: the stamp the probe saw; a file that has changed since is refused before it is decoded.
-    exif: apply turns the image by its EXIF orientation, as Pillow's `exif_transpose` does. Pillow turns TIFF always.
-    size: width and height there is room for; an image of another size is refused before it is decoded.
+    planned: the stamp that the probe saw. A file that has changed since is refused before it is decoded.
+    exif: `apply` turns the image by its EXIF orientation, as Pillow's `exif_transpose` does. Pillow turns TIFF always.
+    size: width and height there is room for. An image of another size is refused before it is decoded.
+
+    Raises ItemError; RunError where the process may open no more files.
     """
     with foreign_errors(), opened(source, whole=True) as (file, stamp):
         if planned is not None and stamp is not None and stamp != planned:
-            raise ItemError("source_changed", f"the file changed after it was planned ({planned} then, {stamp} now)")
-        encoded, content_hash = hashed(file, stamp)
-        image = _identify(encoded, max_pixels)
-        if size is not None and (found := _size(image, encoded, exif)) != size:
-            turned = " as its EXIF orientation turns it" if exif == "apply" and found != image.size else ""
-            raise ItemError("size_mismatch", f"the image is {found[0]} x {found[1]} pixels{turned}")
-        # Pillow turns a TIFF on load and forgets the tag.
-        tiff = image.tag_v2 if isinstance(image, TiffImagePlugin.TiffImageFile) else None
-        orientation = _orientation(tiff.get(_EXIF_ORIENTATION)) if tiff is not None else None
+            raise ItemError("source_changed", f"the file changed after it was planned ({_difference(planned, stamp)})")
+        file, content_hash = hashed(file, stamp)
+        image = _identify(file, max_pixels)
+        if size is not None and (announced := _size(image, file, exif)) != size:
+            turned = " as its EXIF orientation turns it" if exif == "apply" and announced != image.size else ""
+            raise ItemError("size_mismatch", f"the image is {announced[0]} x {announced[1]} pixels{turned}")
+        tags = image.tag_v2 if isinstance(image, TiffImagePlugin.TiffImageFile) else None
+        orientation = None if tags is None else _orientation(lambda: tags)  # on loading, Pillow turns it and forgets
         image.load()
         if orientation is None:
-            orientation = _orientation(image.getexif().get(_EXIF_ORIENTATION))
-        wrong = exif == "apply" and tiff is None and orientation in _TURNS
-        shown = image.transpose(_TURNS[orientation]) if wrong and orientation is not None else image
+            orientation = _orientation(image.getexif)
+        turn = _TURNS.get(orientation or 1) if exif == "apply" and tags is None else None
+        shown = image if turn is None else image.transpose(turn)
         return Decoded(shown, image.mode, str(image.format), orientation, content_hash)
+
+
+def _difference(planned: Stamp, now: Stamp) -> str:
+    if planned.size != now.size:
+        return f"{planned.size:,} bytes then, {now.size:,} now"
+    return f"{now.size:,} bytes as before, written again"
 
 
 def codec_versions() -> dict[str, str]:
@@ -194,20 +214,20 @@ def _claim_pillow(max_pixels: int) -> None:
 
 
 def _size(image: ImageFile.ImageFile, file: BinaryIO, exif: Exif) -> tuple[int, int]:
-    """Width and height as they will be once the image is loaded, and turned if it is to be."""
+    """Width and height that the image will have once it is loaded, and turned where `exif` asks for it."""
     width, height = image.size
     return (height, width) if exif == "apply" and _header_orientation(image, file) in _SIDEWAYS else (width, height)
 
 
 def _header_orientation(image: ImageFile.ImageFile, file: BinaryIO) -> int | None:
-    """The orientation without decoding, but for a PNG whose metadata stand behind its pixels."""
+    """The orientation, without decoding. Only a PNG whose metadata stand behind its pixels is decoded for it."""
     if isinstance(image, TiffImagePlugin.TiffImageFile):
         return None  # its size is that of the turned image already
     if isinstance(image, PngImagePlugin.PngImageFile):
         if not _metadata_behind_pixels(file):
-            return _orientation(Image.Image.getexif(image).get(_EXIF_ORIENTATION))  # PNG's own would decode first
+            return _orientation(lambda: Image.Image.getexif(image))  # PNG's own method would decode first
         image.load()
-    return _orientation(image.getexif().get(_EXIF_ORIENTATION))
+    return _orientation(image.getexif)
 
 
 def _metadata_behind_pixels(file: BinaryIO) -> bool:
@@ -225,8 +245,19 @@ def _metadata_behind_pixels(file: BinaryIO) -> bool:
         file.seek(place)
 
 
-def _orientation(value: Any) -> int | None:
-    return value if type(value) is int and 1 <= value <= 8 else None
+def _orientation(read_tags: Callable[[], Mapping[int, Any]]) -> int | None:
+    """The orientation among an image's tags, 1 to 8; None where there is none, or where they cannot be parsed.
+
+    A seam: whatever Pillow's EXIF parser raises, the picture is there, and the checkpoint never reads its EXIF.
+    """
+    try:
+        value = read_tags().get(_EXIF_ORIENTATION)
+    except MemoryError:
+        raise
+    except Exception:  # noqa: BLE001
+        return None
+    # Pillow compares by value: 6, 6.0 and the fraction 6/1 are one orientation.
+    return next((orientation for orientation in range(1, 9) if value == orientation), None)
 
 
 #: First bytes that tell a person what to do. Longer and more particular ones first.

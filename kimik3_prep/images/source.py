@@ -25,7 +25,7 @@ from PIL import Image, UnidentifiedImageError
 
 from kimik3_prep import remote
 from kimik3_prep.errors import ItemError, ItemErrorCode, RunError
-from kimik3_prep.images.address import Part, TableCell, TarMember, member, split
+from kimik3_prep.images.address import TableCell, TarMember, is_data_url, split
 from kimik3_prep.images.cell import read_cell
 
 _READ_WHOLE = 256 << 20  # bytes; a larger file is hashed in pieces and decoded from disk
@@ -46,29 +46,48 @@ class Stamp:
     mtime_ns: int
 
 
-def read_file(source: str) -> tuple[bytes, str]:
-    """All bytes of a resolved `source` and their hash, "sha256:<64 hex>".
+@dataclass(frozen=True, slots=True)
+class Encoded:
+    """All encoded bytes of one image, in memory."""
 
-    Raises ItemError; RunError where no file can be opened any more.
-    """
-    with foreign_errors(), opened(source, whole=True) as (file, _):
-        content = file.read()
-        return content, f"sha256:{hashlib.sha256(content).hexdigest()}"
+    content: bytes
+    stamp: Stamp | None
+    """The stamp of the source they came from; None for `data:` URLs."""
+
+    @property
+    def content_hash(self) -> str:
+        """The hash of the bytes, `sha256:<64 hex>`."""
+        return f"sha256:{hashlib.sha256(self.content).hexdigest()}"
+
+
+def read_whole(source: str) -> Encoded:
+    """Read all bytes of a resolved `source`. Raises ItemError; RunError where the process may open no more files."""
+    with foreign_errors(), opened(source, whole=True) as (file, stamp):
+        return Encoded(file.read(), stamp)
+
+
+def read_file(source: str) -> tuple[bytes, str]:
+    """All bytes of a resolved `source` and their hash, "sha256:<64 hex>". Raises as `read_whole` does."""
+    encoded = read_whole(source)
+    return encoded.content, encoded.content_hash
 
 
 @contextmanager
-def opened(source: str, whole: bool) -> Iterator[tuple[BinaryIO, Stamp | None]]:
-    """A binary, seekable file for a resolved source, closed on the way out.
+def opened(source: str | Encoded, whole: bool) -> Iterator[tuple[BinaryIO, Stamp | None]]:
+    """Open a resolved source, or bytes that were read before, as a seekable file, and close it on the way out.
 
-    whole: all of it will be read, so an object comes in one request; else only its header comes, and more where more is
-    read.
+    whole: the caller will read everything, so an object comes in one request. Otherwise its header comes first, and
+    the rest as it is read. A file in memory is a BytesIO.
     """
-    source, inside = split(source)[0], member(source)
-    if source.startswith("data:"):
+    if isinstance(source, Encoded):
+        yield io.BytesIO(source.content), source.stamp
+        return
+    source, inside = split(source)
+    if is_data_url(source):
         yield io.BytesIO(_data_url(source)), None
     elif remote.scheme(source):
-        with _opened_object(source, inside, whole) as found:
-            yield found
+        with _opened_object(source, inside, whole) as opened_object:
+            yield opened_object
     else:
         with _regular_file(source) as file:
             status = os.fstat(file.fileno())
@@ -76,11 +95,9 @@ def opened(source: str, whole: bool) -> Iterator[tuple[BinaryIO, Stamp | None]]:
             if isinstance(inside, TarMember):
                 if inside.begin + inside.size > status.st_size:
                     raise ItemError("truncated", "the archive ends before the member does")
-                part = Part(file.fileno(), inside.begin, inside.size)
-                yield (
-                    (io.BytesIO(part.readall()) if whole and inside.size <= _READ_WHOLE else io.BufferedReader(part)),
-                    stamp,
-                )
+                part = _part_of(file.fileno(), inside)
+                in_memory = whole and inside.size <= _READ_WHOLE
+                yield (io.BytesIO(part.readall()) if in_memory else io.BufferedReader(part)), stamp
             elif inside is not None:
                 yield io.BytesIO(read_cell(file, (source, stamp), inside)), stamp
             else:
@@ -94,18 +111,28 @@ def _opened_object(
     if isinstance(inside, TableCell):
         about = remote.info(url)
         version = (url, *(str(about.get(name)) for name in ("size", "ETag", "etag", "mtime", "updated", "created")))
-        with io.BufferedReader(remote.RemoteFile(url), _PIECE_OF_A_TABLE) as table:
+        with io.BufferedReader(remote.opened(url), _PIECE_OF_A_TABLE) as table:
             content = read_cell(cast("BinaryIO", table), version, inside)
     elif whole:
-        content = remote.read(url) if inside is None else remote.RemoteFile(url, inside.begin, inside.size).readall()
+        content = remote.read(url) if inside is None else remote.opened(url, inside.begin, inside.size).readall()
     else:
         begin, size = (inside.begin, inside.size) if inside is not None else (0, None)
-        raw = remote.RemoteFile(url, begin, size, _PIECES)
+        raw = remote.opened(url, begin, size, _PIECES)
         with io.BufferedReader(raw, _HEAD) as pieces:
             head = pieces.peek(_HEAD)[:_HEAD]
-            yield cast("BinaryIO", pieces), _stamp(raw.size(), head)
+            in_memory = len(head) == raw.size()
+            yield (io.BytesIO(head) if in_memory else cast("BinaryIO", pieces)), _stamp(raw.size(), head)
         return
     yield io.BytesIO(content), _stamp(len(content), content[:_HEAD])
+
+
+def _part_of(descriptor: int, member: TarMember) -> remote.OffsetFile:
+    """A member of an open local tar as a file. It reads by offset, so several may share a descriptor."""
+
+    def read(place: int, count: int) -> bytes:
+        return os.pread(descriptor, max(0, min(count, member.size - place)), member.begin + place)
+
+    return remote.OffsetFile(read, lambda: member.size)
 
 
 def _stamp(size: int, head: bytes) -> Stamp:
@@ -125,15 +152,22 @@ def _regular_file(path: str) -> BinaryIO:
 
 
 def _data_url(url: str) -> bytes:
+    """The bytes in a `data:` URL, as the checkpoint reads them: base64, with or without the word, white space ignored.
+
+    Percent signs without the word base64 are what RFC 2397 makes of them.
+    """
     header, comma, data = url[len("data:") :].partition(",")
     if not comma:
         raise ItemError("bad_data_url", "a data: URL needs a comma between its media type and its data")
-    if not header.lower().endswith(";base64"):
+    names_base64 = "".join(header.split()).lower().endswith(";base64")
+    if "%" in data and not names_base64:
         return unquote_to_bytes(data)
+    data = "".join(unquote(data).split())
     try:
-        return base64.b64decode(unquote(data), validate=True)
+        return base64.b64decode(data, validate=True)
     except (binascii.Error, ValueError) as error:
-        raise ItemError("bad_data_url", f"the data is not base64: {error}") from error
+        url_safe = " (it uses - and _, where the checkpoint reads + and /)" if re.search("[-_]", data) else ""
+        raise ItemError("bad_data_url", f"the data is not base64: {error}{url_safe}") from error
 
 
 def hashed(file: BinaryIO, stamp: Stamp | None) -> tuple[BinaryIO, str]:

@@ -13,7 +13,7 @@ import shutil
 import tempfile
 import zlib
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import IO, Any, BinaryIO, Literal
@@ -59,21 +59,28 @@ class Wishes:
     overwrite: bool = False
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Gathered:
-    """What was made. of: what `rows` counts. passed_over: files that are no images, or rows that name none.
+    """What a manifest was made of."""
 
-    links: links to folders that were not followed. sizes_unknown: images whose header could not be read.
-    """
-
+    status: Literal["ok"] = "ok"
+    """The command did its work."""
     output: str | None
+    """The manifest, as it was given; null for standard output."""
     of: Literal["files", "rows"]
+    """What the source is made of."""
     items: int = 0
+    """Rows of the manifest."""
     rows: int = 0
+    """Images of a folder, or rows of a list."""
     passed_over: int = 0
+    """Files that are no images, or rows that name none."""
     links: int = 0
+    """Links to folders that were not followed."""
     sizes_unknown: int = 0
-    warnings: list[Problem] = field(default_factory=list)
+    """Images without width and height in the manifest although `--size` asked for them."""
+    warnings: tuple[Problem, ...] = ()
+    """What the reader should know, and nothing stops at."""
 
 
 def gather(wishes: Wishes) -> tuple[Gathered, IO[bytes]]:
@@ -84,10 +91,9 @@ def gather(wishes: Wishes) -> tuple[Gathered, IO[bytes]]:
     if wishes.output is not None and wishes.output.exists() and not wishes.overwrite:
         raise InputError([Problem(str(wishes.output), "exists already", hint="choose another, or --overwrite")])
     is_folder = os.path.isdir(wishes.source)
-    found = Gathered(str(wishes.output) if wishes.output else None, "files" if is_folder else "rows")
     report = Report()
     with disk_errors(Path(tempfile.gettempdir(), "manifest")):
-        lines = _Lines(wishes, found, report)
+        lines = _Lines(wishes, report)
         _gather_folder(lines) if is_folder else _gather_rows(lines)
         if report.total:
             raise InputError(report.problems, report.total)
@@ -95,7 +101,7 @@ def gather(wishes: Wishes) -> tuple[Gathered, IO[bytes]]:
     if wishes.output is not None:
         write_whole(wishes.output, lambda file: _copy(lines.file, file, str(wishes.output).endswith(".gz")))
         lines.file.seek(0)
-    return found, lines.file
+    return lines.gathered("files" if is_folder else "rows"), lines.file
 
 
 def _copy(lines: IO[bytes], file: BinaryIO, compress: bool) -> None:
@@ -109,8 +115,10 @@ def _copy(lines: IO[bytes], file: BinaryIO, compress: bool) -> None:
 class _Lines:
     """The manifest while it is made: a file of lines, and the ids that are taken."""
 
-    def __init__(self, wishes: Wishes, found: Gathered, report: Report) -> None:
-        self.wishes, self.found, self.report = wishes, found, report
+    def __init__(self, wishes: Wishes, report: Report) -> None:
+        self.wishes, self.report = wishes, report
+        self.items = self.rows = self.passed_over = self.links = self.sizes_unknown = 0
+        self.warnings: list[Problem] = []
         self.name = "<stdin>" if wishes.source == "-" else wishes.source
         self.base = base_of(str(wishes.output)) if wishes.output else os.getcwd()
         self.file: IO[bytes] = tempfile.SpooledTemporaryFile(_IN_MEMORY)  # noqa: SIM115  closed with the process
@@ -135,7 +143,20 @@ class _Lines:
         if self.wishes.size and item.width is None and self.is_file(item.image):
             row = {"id": row["id"], "image": row["image"], **self._size(self.path(item.image)), **row}
         self.file.write(json.dumps(row, ensure_ascii=False, allow_nan=False).encode() + b"\n")
-        self.found.items += 1
+        self.items += 1
+
+    def gathered(self, of: Literal["files", "rows"]) -> Gathered:
+        """Return what was counted."""
+        return Gathered(
+            output=str(self.wishes.output) if self.wishes.output else None,
+            of=of,
+            items=self.items,
+            rows=self.rows,
+            passed_over=self.passed_over,
+            links=self.links,
+            sizes_unknown=self.sizes_unknown,
+            warnings=tuple(self.warnings),
+        )
 
     def path(self, image: str) -> str:
         """Where encode will look for an image."""
@@ -157,16 +178,16 @@ class _Lines:
         if self._missing and len(self._missing) == self._looked:
             what = f"of the first {self._looked} files none is there, such as {show(self._missing[0])}"
             hint = "--image-dir says where relative paths start"
-            self.found.warnings.append(Problem(self.name, what, hint=hint, severity="warning"))
+            self.warnings.append(Problem(self.name, what, hint=hint, severity="warning"))
 
     def _read_size(self, path: str) -> dict[str, int]:
         try:
             header, turned = probe(path), probe(path, exif="apply")
         except ItemError:
-            self.found.sizes_unknown += 1
+            self.sizes_unknown += 1
             return {}
         if header.width != turned.width:  # whether the image is turned is for `encode` to say: it reads this one again
-            self.found.sizes_unknown += 1
+            self.sizes_unknown += 1
             return {}
         return {"width": header.width, "height": header.height}
 
@@ -186,11 +207,11 @@ def _gather_folder(lines: _Lines) -> None:
         except UnicodeEncodeError:
             lines.report.add(os.path.join(lines.name, relative), "its name is not UTF-8", hint="rename it")
             continue
-        lines.found.rows += 1
+        lines.rows += 1
         id = str(number) if lines.wishes.number_rows else relative
         row = {"id": id, "image": lines.name_of(os.path.join(root, relative))}
         lines.add(row, os.path.join(lines.name, relative))
-    if not lines.found.items and not lines.report.total:
+    if not lines.items and not lines.report.total:
         lines.report.add(lines.name, "no image is in it", f"files that end in {', '.join(sorted(SUFFIXES))}")
 
 
@@ -215,7 +236,7 @@ def _walk(root: str, lines: _Lines) -> Iterator[str]:
             lines.report.add(path, f"cannot be read: {error.strerror}")
             continue
         if (status.st_dev, status.st_ino) in seen:
-            lines.found.links += 1
+            lines.links += 1
             continue
         seen.add((status.st_dev, status.st_ino))
         for entry in entries:
@@ -224,8 +245,8 @@ def _walk(root: str, lines: _Lines) -> Iterator[str]:
             kind = _kind(entry, real)
             if kind in ("folder", "image"):
                 stack.append((os.path.join(relative, entry.name), kind == "folder"))
-            lines.found.links += kind == "link"
-            lines.found.passed_over += kind == "other"
+            lines.links += kind == "link"
+            lines.passed_over += kind == "other"
 
 
 def _kind(entry: os.DirEntry[str], root: str) -> Literal["folder", "image", "link", "other"]:
@@ -254,7 +275,7 @@ def _gather_rows(lines: _Lines) -> None:
     where = ""
     try:
         for number, (where, row) in enumerate(read_records(source, lines.name, report, left_out)):
-            lines.found.rows += 1
+            lines.rows += 1
             if row is not None:
                 fields |= dict.fromkeys(list(row)[:20]) if len(fields) < 20 else {}
                 _gather_row(lines, number, where, row, folder)
@@ -262,13 +283,13 @@ def _gather_rows(lines: _Lines) -> None:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
         what = "cannot read on after this row" if where else "cannot be read"
         report.add(where or lines.name, f"{what}: {reason}")
-    if not lines.found.items and not report.total:
+    if not lines.items and not report.total:
         expected = lines.wishes.image_field or f"one of {', '.join(FIELDS)}"
         hint = f"--image-field NAME chooses another; the rows have {', '.join(map(show, fields)) or 'no field'}"
         report.add(lines.name, "no row names an image", expected, hint)
     if left_out:
         what = f"left out what JSON cannot hold: {', '.join(left_out)}"
-        lines.found.warnings.append(Problem(lines.name, what, severity="warning"))
+        lines.warnings.append(Problem(lines.name, what, severity="warning"))
     lines.warn_of_missing()
 
 
@@ -277,7 +298,7 @@ def _gather_row(lines: _Lines, number: int, where: str, row: dict[str, Any], fol
     name = wishes.image_field or next((key for key in FIELDS if row.get(key) not in _NONE), "")
     value = _lookup(row, name)
     if value in _NONE:
-        lines.found.passed_over += 1
+        lines.passed_over += 1
         return
     several = isinstance(value, list)
     images = [_address(part, name, where, lines.report) for part in (value if several else [value])]

@@ -193,7 +193,7 @@ def matches(pattern: str) -> list[str]:
 def opened(path: str) -> AbstractContextManager[BufferedReader]:
     """The bytes of a file, of an object at a URL, or of standard input for `-`. Raises OSError."""
     if scheme(path):
-        return BufferedReader(remote.RemoteFile(path), _PIECE)
+        return BufferedReader(remote.opened(path), _PIECE)
     if path != "-":
         return open(path, "rb")
     if sys.stdin is None:  # so it is where a shell closed it: `<&-`

@@ -9,6 +9,7 @@ import re
 from typing import Any, Literal, NamedTuple, cast
 
 from kimik3_prep.errors import Problem
+from kimik3_prep.images.address import is_data_url
 
 IMAGE_KEYS = ("image", "image_path", "path", "file_name", "url")
 ID_KEYS = ("id", "key", "__key__")
@@ -152,7 +153,7 @@ def _take_image(rest: dict[str, Any], local: bool, where: str, report: Report) -
 
 
 def _is_no_image(source: str) -> bool:
-    if source.startswith("data:"):
+    if is_data_url(source):
         return source[5:14].partition("/")[0].lower() in ("video", "audio")
     path = source.partition("?")[0] if "?" in source and "://" in source else source
     return path.lower().endswith(_NOT_IMAGE_SUFFIXES)
@@ -246,7 +247,7 @@ def _extra(rest: dict[str, Any], where: str, report: Report) -> str | None:
 
 def short_image(image: str) -> str:
     """The image string as an index shows it: a `data:` URL by its media type and a digest, all else unchanged."""
-    if not image.startswith("data:"):
+    if not is_data_url(image):
         return image
     digest = hashlib.sha256(image.encode("utf-8")).hexdigest()
     return f"{image.partition(',')[0][:100]},sha256-{digest[:32]}"

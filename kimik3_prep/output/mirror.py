@@ -25,11 +25,12 @@ from typing import Any, BinaryIO
 
 import pyarrow as pa
 
+from kimik3_prep import remote
 from kimik3_prep.disk import LOCK_NAME, disk_errors, write_whole
 from kimik3_prep.errors import InputError, Problem, StoreRefuses, UploadDamaged
 from kimik3_prep.output.folder import OURS, OURS_IN_ROOT, STAGED_NAME, Output
 from kimik3_prep.output.recipe import Recipe
-from kimik3_prep.remote import RemoteError, RemoteFile, asked, info, protocol_problem, scheme
+from kimik3_prep.remote import RemoteError, asked, info, protocol_problem, scheme
 
 _ATTEMPTS = 3  # uploads of a file that arrives changed
 _PART = 50 << 20  # bytes of a part of what s3fs uploads in several
@@ -238,7 +239,7 @@ class MirroredOutput(Output):
 
         def write(file: BinaryIO) -> None:
             with _store_errors("read", url):
-                shutil.copyfileobj(io.BufferedReader(RemoteFile(url), _PIECE), file, _PIECE)
+                shutil.copyfileobj(io.BufferedReader(remote.opened(url), _PIECE), file, _PIECE)
 
         write_whole(path, write)
 
@@ -346,7 +347,7 @@ def _checksum(path: Path, like: str) -> str:
 
 def _equal(path: Path, url: str) -> bool:
     """Whether the same bytes come back. An object that does not come back at all is sent again, too."""
-    with open(path, "rb") as here, io.BufferedReader(RemoteFile(url), _PIECE) as there:
+    with open(path, "rb") as here, io.BufferedReader(remote.opened(url), _PIECE) as there:
         while True:
             part = here.read(_PIECE)
             try:

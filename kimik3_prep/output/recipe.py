@@ -30,12 +30,13 @@ class Recipe:
     """Everything that decides an item's bytes and its place. Two runs with equal recipes write equal files."""
 
     config: PreprocessorConfig
+    """The preprocessor config."""
 
     manifest: str
     """Digest of the manifest's rows."""
 
     limit: int | None
-    """Only the first rows of the manifest; None for all."""
+    """Only the first rows of the manifest; null: all."""
 
     backend: Literal["cpu", "gpu"]
     """For rows that choose none. It decides the shards, never a pixel."""
@@ -56,7 +57,7 @@ class Recipe:
     """An image with more pixels fails."""
 
     max_tokens: int | None
-    """An image with more tokens is scaled down; None: as the config says."""
+    """An image with more tokens is scaled down; null: as the config says."""
 
     exif: Literal["ignore", "apply"]
     """What happens to EXIF orientations."""
@@ -65,6 +66,7 @@ class Recipe:
     """Versions of Pillow and of the libraries it decodes with."""
 
     format: int = FORMAT
+    """Version of the files on disk."""
 
     # --- as JSON ---
 

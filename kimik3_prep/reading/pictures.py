@@ -28,25 +28,49 @@ TOKEN_LINE, PATCH_LINE = 0.75, 0.3  # how much of a line is its colour; the rest
 
 @dataclass(frozen=True, slots=True)
 class Picture:
-    """One PNG that was written. width, height: its pixels. padding: columns right and rows below.
-
-    marked: the padding is there, hatched, under lines between the patches; else it was cut off and every pixel is a
-    level. strays: values that are no level, which features made elsewhere may hold; the nearest level is shown.
-    """
+    """One item as a PNG."""
 
     id: str
+    """The item's id."""
     path: str
+    """The PNG."""
     width: int
+    """Its pixels."""
     height: int
+    """Its pixels."""
     padding: tuple[int, int]
+    """Columns of zero padding at the right, and rows of it below."""
     strays: int
+    """Values that are no level. Features made elsewhere may hold some; the picture shows the nearest level."""
     marked: bool
+    """The padding is hatched, and lines run between patches. Else the padding is cut off and every pixel is a level."""
 
     def __str__(self) -> str:
         text = f"{self.path}: {self.width} x {self.height}"
         if any(self.padding):
             what = "hatched" if self.marked else "cut off"
             text += f", zero padding {what}: {self.padding[0]} right, {self.padding[1]} below"
+        return text + (f", {self.strays:,} values are no level: the nearest is shown" if self.strays else "")
+
+
+@dataclass(frozen=True, slots=True)
+class Sheet:
+    """One contact sheet as a PNG."""
+
+    path: str
+    """The PNG."""
+    width: int
+    """Its pixels."""
+    height: int
+    """Its pixels."""
+    rows: tuple[int, ...]
+    """The rows of the shard's `grid_thws` that it shows."""
+    strays: int
+    """Values that are no level. Features made elsewhere may hold some; the picture shows the nearest level."""
+
+    def __str__(self) -> str:
+        text = f"{self.path}: {self.width} x {self.height}, "
+        text += f"row {self.rows[0]}" if len(self.rows) == 1 else f"{len(self.rows)} images from row {self.rows[0]}"
         return text + (f", {self.strays:,} values are no level: the nearest is shown" if self.strays else "")
 
 

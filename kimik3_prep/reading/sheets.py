@@ -34,22 +34,6 @@ _ABOUT = ("image_mean", "image_std", "merge_size")
 
 
 @dataclass(frozen=True, slots=True)
-class Sheet:
-    """One PNG that was written. rows: of the shard's `grid_thws`, one a thumbnail. strays: as in `pictures.Picture`."""
-
-    path: str
-    width: int
-    height: int
-    rows: tuple[int, ...]
-    strays: int
-
-    def __str__(self) -> str:
-        text = f"{self.path}: {self.width} x {self.height}, "
-        text += f"row {self.rows[0]}" if len(self.rows) == 1 else f"{len(self.rows)} images from row {self.rows[0]}"
-        return text + (f", {self.strays:,} values are no level: the nearest is shown" if self.strays else "")
-
-
-@dataclass(frozen=True, slots=True)
 class _Image:
     """A stored image. padding: columns right and rows below; ids: how many manifest rows name it, 0 where unknown."""
 
@@ -63,7 +47,7 @@ class _Image:
 
 def render(
     path: Path, folder: Path, ids: Sequence[str] = (), first: int = 20, grid: bool = False
-) -> Sequence[Sheet | pictures.Picture]:
+) -> Sequence[pictures.Sheet | pictures.Picture]:
     """Of a shard contact sheets of its first images, or those of `ids`; of an output folder `pictures.render`.
 
     Raises InputError, StoreError, RunError.
@@ -137,7 +121,7 @@ def _rows_of(shard: Shard, table: pa.Table | None, ids: Sequence[str]) -> list[i
 # --- drawing ------------------------------------------------------------------------------------------------------
 
 
-def _write(shard: Shard, images: Sequence[_Image], path: Path) -> Sheet:
+def _write(shard: Shard, images: Sequence[_Image], path: Path) -> pictures.Sheet:
     font = ImageFont.load_default(_FONT_SIZE)
     columns, lines = min(_COLUMNS, len(images)), math.ceil(len(images) / _COLUMNS)
     step = _SIDE + _GAP, _SIDE + 2 * _LEADING + _GAP
@@ -152,7 +136,7 @@ def _write(shard: Shard, images: Sequence[_Image], path: Path) -> Sheet:
         for line, text in enumerate((_caption(image, font), note)):
             draw.text((x, y + _SIDE + 3 + line * _LEADING), text, (0, 0, 0), font)
     write_whole(path, lambda file: page.save(file, "PNG"))
-    return Sheet(str(path), page.width, page.height, tuple(image.row for image in images), strays)
+    return pictures.Sheet(str(path), page.width, page.height, tuple(image.row for image in images), strays)
 
 
 def _thumbnail(shard: Shard, image: _Image) -> tuple[Image.Image, str, int]:

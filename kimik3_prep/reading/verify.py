@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 from collections.abc import Generator, Iterator
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Protocol
@@ -56,40 +56,35 @@ class Finding:
     """Something wrong."""
 
     file: str
-    """Relative to the folder."""
+    """The file, relative to the folder."""
     item: str | None
-    """The id; None where the whole file is meant."""
+    """The id; null if the whole file is meant."""
     what: str
+    """What is wrong with it."""
     todo: str
     """What a person can do. It never destroys the only good copy of anything."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Verification:
     """What was checked, and everything that is wrong."""
 
     path: str
+    """The folder, as it was given."""
     finished: bool
-    """Whether index.parquet is there."""
+    """The run is finished: index.parquet is there."""
     rows: int
     """Manifest rows."""
     images: int
     """Stored images whose bytes were read."""
     shards: int
+    """Shards that were read."""
     bytes: int
-    """Of the shards that were read."""
-    findings: tuple[Finding, ...]
-    """Empty where everything is as it was written."""
+    """Bytes of these shards."""
     compared: int | None = None
-    """Images that were computed again; None where nobody asked for that."""
-
-    def as_dict(self) -> dict[str, Any]:
-        """The JSON document: the findings are its `problems`, and `compared` is there where it was asked for."""
-        document = asdict(self)
-        document["problems"] = list(document.pop("findings"))
-        if self.compared is None:
-            del document["compared"]
-        return document
+    """Images that were computed again; null if no option asked for that."""
+    problems: tuple[Finding, ...]
+    """Everything that is wrong; empty if everything is as it was written."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +122,7 @@ def verify(root: Path, comparison: Comparison | None = None) -> Verification:
         images=run.images,
         shards=run.shards,
         bytes=run.bytes,
-        findings=tuple(findings),
+        problems=tuple(findings),
         compared=None if again is None else again.compared,
     )
 

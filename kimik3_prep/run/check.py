@@ -14,7 +14,7 @@ import pyarrow.compute as pc
 
 from kimik3_prep.checkpoint.config import Place, PreprocessorConfig, find_config, load_config
 from kimik3_prep.errors import INSTALL_RAY, InputError, Problem
-from kimik3_prep.images.address import resolve, split
+from kimik3_prep.images.address import is_data_url, resolve, split
 from kimik3_prep.images.decode import DEFAULT_MAX_PIXELS, codec_versions
 from kimik3_prep.manifest.read import ITEM_SCHEMA, Manifest, base_of, is_pattern, read_manifest
 from kimik3_prep.manifest.row import show
@@ -237,10 +237,10 @@ def _outside(manifest: Manifest, image_root: Path) -> Iterator[Problem]:
     inside = os.path.join(root, "")
     for batch in manifest.items.select(["image", "line"]).to_batches():
         for image, line in zip(batch["image"].to_pylist(), batch["line"].to_pylist(), strict=True):
-            if image.startswith("data:"):
-                continue
             try:
                 source, _ = split(resolve(image, manifest.base))
+                if is_data_url(source):
+                    continue
                 if not scheme(source) and os.path.realpath(source).startswith(inside):
                     continue
             except ValueError:  # a NUL byte: nothing can be opened by that name, so nothing outside either
@@ -254,7 +254,7 @@ def _unknown_protocols(manifest: Manifest) -> Iterator[Problem]:
     seen: set[str] = set()
     for batch in manifest.items.select(["image", "line"]).to_batches():
         for image, line in zip(batch["image"].to_pylist(), batch["line"].to_pylist(), strict=True):
-            protocol = scheme(image)
+            protocol = scheme(image) and scheme(resolve(image, manifest.base))
             if protocol is not None and protocol not in seen:
                 seen.add(protocol)
                 if problem := protocol_problem(protocol, f"{manifest.name}:{line}"):

@@ -35,7 +35,7 @@ def dry_run(settings: Settings, reporter: Reporter) -> PlanSummary:
     open_output(settings.output, settings.staging)
     checked = check(settings, reporter)
     table = plan(settings, checked, reporter)
-    return summarize_plan(table, checked.recipe.config.patch_size)
+    return summarize_plan(table, checked.recipe.config.patch_size, settings.dtype)
 
 
 def prepare(settings: Settings, reporter: Reporter) -> RunSummary:

@@ -6,42 +6,65 @@ end (SIGTERM).
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from dataclasses import asdict
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from types import FrameType
-from typing import TYPE_CHECKING
+from typing import Any
 
 import typer
+from typer.core import TyperGroup
 
-from kimik3_prep.errors import InputError, PrepError, Problem
+from kimik3_prep.errors import CannotPrint, Interrupted, PrepError
+from kimik3_prep.screen import answers
 
-if TYPE_CHECKING:
-    from kimik3_prep.output.totals import PlanSummary, RangeSummary, RunSummary
-
-    Summary = PlanSummary | RangeSummary | RunSummary
+#: What Typer raises for a command line that it cannot read. Where the class lies depends on Typer's version.
+_UsageError: Any = typer.BadParameter.__base__
 
 
-def run_command(app: Callable[[], object]) -> None:
-    """Run the command line in a process that is fit for it."""
+class Commands(TyperGroup):
+    """The commands. A signal ends one of them with an error like any other."""
+
+    def invoke(self, context: Any) -> Any:
+        """Run the command that the arguments name."""
+        try:
+            return super().invoke(context)
+        except KeyboardInterrupt as stop:
+            raise Interrupted(143 if isinstance(stop, _Terminated) else 130) from None
+
+
+def run_command(app: Callable[..., object]) -> None:
+    """Run the command line in a process that is fit for it. Every way it ends is told here."""
     _speak_utf8()
     _occupy_standard_streams()
     signal.signal(signal.SIGTERM, _terminate)
-    code: object = 0
+    format = asked_format(sys.argv[1:])
     try:
-        app()
+        code = app(standalone_mode=format != "json")  # alone, Typer prints usage errors and help in its own way
     except SystemExit as end:
         code = end.code
-    except OSError as error:  # only of --help and --version: what a command meets ends in `exit_codes`
-        from kimik3_prep.screen import terminal
-
-        terminal.out.on_broken_pipe()
-        terminal.print_error(terminal.CannotPrint(f"cannot write to standard output: {error.strerror or error}"))
-        code = 3
+    except _UsageError as error:
+        report = answers.report_usage(error.format_message())
+        answers.give_error(report, format)
+        code = report.exit_code
+    except Exception as error:  # noqa: BLE001  nobody's answer should be a traceback
+        report = answers.report_error(error)
+        answers.give_error(report, "text" if isinstance(error, CannotPrint) else format)
+        if not isinstance(error, PrepError):
+            answers.print_traceback(error)
+        code = report.exit_code
     _end(code)
+
+
+def asked_format(arguments: Sequence[str]) -> answers.Format:
+    """Return the format that a command line asks for, read before Typer does: it may find the line wrong."""
+    words = arguments[: arguments.index("--")] if "--" in arguments else arguments
+    values = [after for word, after in itertools.pairwise(words) if word == "--format"]
+    values += [word.removeprefix("--format=") for word in words if word.startswith("--format=")]
+    return "json" if values[-1:] == ["json"] else "text"
 
 
 def _end(code: object) -> None:
@@ -76,41 +99,3 @@ def _occupy_standard_streams() -> None:
     while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
         pass
     os.close(descriptor)
-
-
-@contextmanager
-def exit_codes(format: str) -> Iterator[None]:
-    """Errors that this package raises on purpose end as a sentence and an exit code."""
-    from kimik3_prep.screen import terminal
-
-    try:
-        try:
-            yield
-        except PrepError as error:
-            if format == "json" and not isinstance(error, terminal.CannotPrint):
-                problems = [problem.as_dict() for problem in error.problems] if isinstance(error, InputError) else []
-                terminal.print_json({"status": "error", "message": str(error), "problems": problems})
-            else:
-                terminal.print_error(error)
-            raise typer.Exit(error.exit_code) from None
-    except terminal.CannotPrint as error:  # there was something to say, and no room for it on standard output
-        terminal.print_error(error)
-        raise typer.Exit(error.exit_code) from None
-    except KeyboardInterrupt as stop:
-        terminal.err.print("interrupted; committed shards stay valid, run the same command to continue")
-        raise typer.Exit(143 if isinstance(stop, _Terminated) else 130) from None
-    except typer.Exit:
-        raise
-    except Exception as error:  # noqa: BLE001  a fault of ours; nobody's answer should be a traceback
-        terminal.print_fault(error)
-        raise typer.Exit(3) from None
-
-
-def tell(summary: Summary, warnings: list[Problem], dtype: str, format: str) -> None:
-    """What a command came to, as JSON with its warnings or in words."""
-    from kimik3_prep.screen import terminal
-
-    if format == "json":
-        terminal.print_json({"status": "ok", **asdict(summary), "warnings": [each.as_dict() for each in warnings]})
-    else:
-        terminal.print_summary(summary, dtype)

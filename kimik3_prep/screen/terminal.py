@@ -1,7 +1,7 @@
-"""What people see: tables, progress, sentences. Everything here only prints.
+"""The ways to say something: a line, a table, a histogram, a JSON document.
 
 Ids, paths and error messages come from files that anybody may have written. They are printed letter by letter: no
-markup, no emoji codes, and what would move the cursor or turn the text around is shown as an escape (`harmless`).
+markup and no emoji codes. What would move the cursor or turn the text around appears as an escape (`harmless`).
 """
 
 from __future__ import annotations
@@ -10,48 +10,41 @@ import json
 import os
 import re
 import sys
-import traceback
-from collections.abc import Collection, Iterable, Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 from rich.cells import cell_len, set_cell_size
 from rich.console import Console
 from rich.text import Text
 
-from kimik3_prep.checkpoint.config import Diagnosis
-from kimik3_prep.errors import InputError, PrepError, Problem, RunError
+from kimik3_prep.errors import CannotPrint, Problem
 
-if TYPE_CHECKING:  # it brings pyarrow, which takes longer to import than a config to check
-    from kimik3_prep.output.totals import PlanSummary, RangeSummary, RunSummary
-
-_MOST_PROBLEMS = 50
 LINE = 300  # most characters of a foreign text in a sentence
+CELL = 60  # most characters of a foreign text in a table
 
 # Control characters, line separators, marks that reverse the reading order, and halves of characters (from file names).
 _HARMFUL = re.compile("[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 _PLAIN = str.maketrans({"…": "...", "█": "#"})
 
 
-class CannotPrint(RunError):
-    """Standard output takes nothing any more: what was to be said is lost, and only stderr can tell."""
-
-
 class _Stream(Console):
     """A console whose reader may go away: `head` has seen enough, and the exit code stays that of the work."""
 
     def print(self, *objects: Any, **how: Any) -> None:
-        """Print, or raise CannotPrint where standard output is full; a full stderr is nobody's loss."""
-        try:
+        """Print. A full stdout raises CannotPrint; a full stderr is nobody's loss."""
+        with self.writing():
             super().print(*objects, **how)
-        except OSError as error:
-            self.give_up(error)
 
-    def give_up(self, error: OSError) -> None:
-        """After an error of the stream: be quiet from here on. Raises CannotPrint for standard output."""
-        self.on_broken_pipe()
-        if not self.stderr and not isinstance(error, BrokenPipeError):
-            raise CannotPrint(f"cannot write to standard output: {error.strerror or error}") from error
+    @contextmanager
+    def writing(self) -> Iterator[None]:
+        """Be quiet from the first error of the stream on. Raises CannotPrint for a stdout that is full."""
+        try:
+            yield
+        except OSError as error:
+            self.on_broken_pipe()
+            if not self.stderr and not isinstance(error, BrokenPipeError):
+                raise CannotPrint(error.strerror or str(error)) from error
 
     def on_broken_pipe(self) -> None:
         self.quiet = True
@@ -68,33 +61,29 @@ def print_json(value: Any) -> None:
     """One JSON document on stdout."""
     if sys.stdout is None:  # it was closed
         return
-    text = json.dumps(value, indent=2, ensure_ascii=not out.encoding.startswith("utf"), default=str)
-    try:
+    text = json.dumps(value, indent=2, ensure_ascii=not out.encoding.startswith("utf"))
+    with out.writing():
         sys.stdout.write(_harmless_json(text) + "\n")
         sys.stdout.flush()
-    except OSError as error:
-        out.give_up(error)
 
 
 def print_lines(lines: Iterable[bytes]) -> None:
     """JSON Lines on stdout, in UTF-8 whatever the terminal has: they are read by programs."""
     if sys.stdout is None:
         return
-    try:
+    with out.writing():
         for line in lines:
             sys.stdout.buffer.write(_harmless_json(line.decode()).encode())
         sys.stdout.flush()
-    except OSError as error:
-        out.give_up(error)
 
 
 def _harmless_json(text: str) -> str:
-    """What may stand in JSON may harm a terminal. Outside of strings there is none of it but newlines."""
+    """Escape what may stand in JSON and may harm a terminal. It all stands in strings; only newlines do not."""
     return _HARMFUL.sub(lambda found: "\n" if found[0] == "\n" else f"\\u{ord(found[0]):04x}", text)
 
 
 def harmless(text: str, most: int | None = None) -> str:
-    """The text with control characters as escapes like \\x1b, shortened in its middle to about `most` characters."""
+    """Return the text with control characters as escapes like \\x1b, cut in its middle to `most` characters."""
     text = _HARMFUL.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
     if most is None or len(text) <= most:
         return text
@@ -102,7 +91,7 @@ def harmless(text: str, most: int | None = None) -> str:
 
 
 def counted(number: int, noun: str) -> str:
-    """`1 shard`, `2,000 shards`."""
+    """Return a number and its noun: `1 shard`, `2,000 shards`."""
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
@@ -113,37 +102,15 @@ def say(console: Console, text: str, label: str = "", style: str = "bold red", b
 
 
 def _fitting(console: Console, text: str) -> str:
-    """The text, harmless, in letters that the console's encoding has."""
+    """Return the text, harmless, in letters that the console's encoding has."""
     text = harmless(text)
     if console.encoding.startswith("utf"):
         return text
     return text.translate(_PLAIN).encode(console.encoding, "backslashreplace").decode(console.encoding)
 
 
-def print_error(error: PrepError) -> None:
-    """An error in its own words, on stderr."""
-    if isinstance(error, InputError):
-        for problem in error.problems[:_MOST_PROBLEMS]:
-            print_problem(problem)
-        hidden = error.total - min(len(error.problems), _MOST_PROBLEMS)
-        more = f" ({hidden:,} of them not shown; --format json lists up to 1,000)" if hidden else ""
-        say(err, f"{counted(error.total, 'problem')} found, nothing was done{more}.")
-    else:
-        say(err, str(error), "error: ")
-
-
-def print_fault(error: Exception) -> None:
-    """An error this package did not foresee: what a report needs, and the traceback when it was asked for."""
-    last = traceback.extract_tb(error.__traceback__)[-1]
-    say(err, f"{type(error).__name__}: {error}", "internal error: ")
-    say(err, f"    at {Path(last.filename).name}:{last.lineno}; committed shards stay valid. Please report this.")
-    lines = traceback.format_exception(error) if os.environ.get("KIMIK3_PREP_TRACEBACK") else []
-    for line in "".join(lines or "    KIMIK3_PREP_TRACEBACK=1 shows where it comes from").splitlines():
-        say(err, line)
-
-
 def print_problem(problem: Problem) -> None:
-    """A problem on stderr: where, what, what was expected, what to do."""
+    """Print a problem on stderr: where, what, what is expected, what to do."""
     colour = "bold yellow" if problem.severity == "warning" else "bold red"
     say(err, f": {problem.what}", f"{problem.severity}: ", colour, problem.where)
     if problem.expected:
@@ -153,7 +120,7 @@ def print_problem(problem: Problem) -> None:
 
 
 def size_text(size: float) -> str:
-    """Bytes for people: 1.5 GiB."""
+    """Return bytes for people: `1.5 GiB`."""
     if size < 1024:
         return f"{size:,.0f} B"
     for unit in ("KiB", "MiB", "GiB"):
@@ -163,76 +130,8 @@ def size_text(size: float) -> str:
     return f"{size / 1024:,.1f} TiB"
 
 
-# --- results ------------------------------------------------------------------------------------------------------
-
-
-def print_diagnosis(diagnosis: Diagnosis) -> None:
-    """The config as a table of what it means, then what is wrong with it."""
-    if diagnosis.settings:
-        rows = [(s.key, json.dumps(s.value), json.dumps(s.published), s.source) for s in diagnosis.settings]
-        changed = [number for number, (_, value, published, _) in enumerate(rows) if value != published]
-        print_table(("setting", "value", "published", "from"), rows, str(diagnosis.path), changed)
-    for problem in diagnosis.problems:
-        print_problem(problem)
-
-
-def print_summary(summary: PlanSummary | RangeSummary | RunSummary, dtype: str) -> None:
-    """What a run or a range of one came to, or what a run would come to."""
-    from kimik3_prep.output.totals import PlanSummary, RangeSummary
-
-    if isinstance(summary, PlanSummary):
-        print_plan(summary, dtype)
-    elif isinstance(summary, RangeSummary):
-        print_range(summary)
-    else:
-        print_run(summary)
-
-
-def print_run(summary: RunSummary) -> None:
-    """What a run came to."""
-    if summary.skipped is None:
-        say(out, "This run was finished before; nothing to do.")
-    elif summary.skipped:
-        was = "was" if summary.skipped == 1 else "were"
-        say(out, f"Resumed: {counted(summary.skipped, 'shard')} {was} committed before.")
-    print_failures(summary.failures, summary.failed, ", all in the index")
-    items = f"{summary.ok:,} of {counted(summary.rows, 'item')} ok, {summary.failed:,} failed"
-    images = "" if summary.index_only else f"{counted(summary.images, 'image')} stored, "
-    say(out, f"{items}; {images}{summary.patches:,} patches, {counted(summary.tokens, 'token')}")
-    if summary.index_only:
-        return say(out, f"the index of it, without features, in {summary.output}")
-    say(out, f"{counted(summary.shards, 'shard')}, {size_text(summary.size)}, in {summary.output}")
-
-
-def print_range(summary: RangeSummary) -> None:
-    """What a range of a run came to, and how far the run is."""
-    if summary.skipped:
-        was = "was" if summary.skipped == 1 else "were"
-        say(out, f"Resumed: {counted(summary.skipped, 'shard')} {was} committed before.")
-    print_failures(summary.failures, summary.failed, ", all in the indexes of the shards")
-    items = f"{summary.ok:,} of {counted(summary.rows, 'item')} ok, {summary.failed:,} failed"
-    say(out, f"range {summary.shard_range}: {counted(summary.shards, 'shard')}, {size_text(summary.size)}; {items}")
-    say(out, f"{summary.committed:,} of the run's {counted(summary.planned, 'shard')} are in {summary.output}")
-    if summary.committed == summary.planned:
-        say(out, f"All shards are there: `kimik3-prep finish {summary.output}` writes the index.")
-
-
-def print_plan(summary: PlanSummary, dtype: str) -> None:
-    """What a run would make."""
-    print_failures(summary.failures, summary.failed)
-    unreadable = f", {summary.failed:,} cannot be read" if summary.failed else ""
-    images = f"{counted(summary.images, 'image')} to store ({summary.pixels / 1e6:,.1f} megapixels)"
-    say(out, f"{counted(summary.rows, 'item')}: {images}{unreadable}")
-    say(out, f"{summary.patches:,} patches, {counted(summary.tokens, 'token')}")
-    sizes = summary.bytes_by_dtype.items()
-    rows = [(f"{name}{' (chosen)' * (name == dtype)}", f"{size:,}", size_text(size)) for name, size in sizes]
-    print_table(("dtype", "bytes", ""), rows, "size of pixel_values")
-    say(out, "shards: " + (", ".join(f"{count:,} {group}" for group, count in summary.shards.items()) or "none"))
-    print_histogram(summary.histogram)
-
-
 def print_histogram(bins: Sequence[tuple[int, int]]) -> None:
-    """Tokens per image, a line per power of two."""
+    """Print the images by their tokens, a line for each bin `(most tokens, images)`."""
     if not (most := max((count for _, count in bins), default=0)):
         return
     say(out, "", bold="tokens per image")
@@ -243,25 +142,10 @@ def print_histogram(bins: Sequence[tuple[int, int]]) -> None:
         low = high
 
 
-def print_failures(failures: Iterable[tuple[int, str, str, str]], total: int, where: str = "") -> None:
-    """The first failed items, on stderr; `where` says where the others are found."""
-    shown = 0
-    for line, name, code, message in failures:
-        say(err, failure(line, name, code, message), "failed: ")
-        shown += 1
-    if total > shown:
-        say(err, f"… and {counted(total - shown, 'more failed item')}{where}")
-
-
-def failure(line: int, name: str, code: str, message: str) -> str:
-    """One failed item in words."""
-    return f"line {line:,}, {harmless(name, LINE)}: {code}: {harmless(message, 2 * LINE)}"
-
-
 def print_table(
     columns: Sequence[str], rows: Sequence[Sequence[str]], title: str = "", marked: Collection[int] = ()
 ) -> None:
-    """Aligned columns; `marked` rows in yellow. Lines are never cut or folded: they may go through a pipe to grep."""
+    """Print aligned columns, `marked` rows in yellow. Lines are never cut or folded: a pipe may take them to grep."""
     if title:
         say(out, "", bold=title)
     if not rows:

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -129,13 +130,13 @@ def test_the_part_that_decides_grids() -> None:
     assert config.grid_rule() == GridRule(14, 2, 65536, 512, None)
 
 
-def test_as_dict_is_json(bench: Bench) -> None:
+def test_a_report_is_json(bench: Bench) -> None:
     found = bench(nested(patch_size="14"))
-    read = json.loads(json.dumps(found.as_dict(), allow_nan=False))
+    read = json.loads(json.dumps(asdict(found.report()), allow_nan=False))
     assert (read["path"], read["valid"]) == (str(bench.path), False)
     assert read["settings"][0] == {"key": "patch_size", "value": "14", "published": 14, "source": "file"}
     assert read["problems"][0]["hint"] == "write 14"
-    assert bench(nested()).as_dict()["valid"] is True
+    assert bench(nested()).report().valid
 
 
 # --- the table ---

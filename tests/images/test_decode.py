@@ -1,4 +1,4 @@
-"""images.py: the seam to Pillow and the file system, through `probe` and `decode`."""
+"""decode.py: the seam to Pillow, through `probe` and `decode`."""
 
 from __future__ import annotations
 
@@ -19,10 +19,11 @@ from typing import Any
 
 import pytest
 from conftest import GOLDEN, golden_cases, picture
-from PIL import Image, ImageFile, UnidentifiedImageError
+from PIL import Image, ImageFile, ImageOps, PngImagePlugin, UnidentifiedImageError
 
 from kimik3_prep.errors import ItemError
-from kimik3_prep.images.decode import FORMATS, Stamp, codec_versions, decode, probe
+from kimik3_prep.images.decode import FORMATS, codec_versions, decode, probe
+from kimik3_prep.images.source import Stamp, read_whole
 
 CASES = golden_cases("images")
 
@@ -107,6 +108,142 @@ def test_exif_orientation_is_reported_and_not_applied(orientation: int, tmp_path
 
 def test_tiff_orientation_is_reported_although_pillow_forgets_it(golden: Path) -> None:
     assert decode(str(golden / "images" / "tiff_orient6.tif")).exif_orientation == 6
+
+
+def exif_with(kind: int, value: bytes, count: int = 1) -> bytes:
+    """EXIF that holds one tag, an orientation. kind: the number of a TIFF type; value: its bytes, little-endian."""
+    inline = len(value) <= 4
+    entry = struct.pack("<HHI", 0x0112, kind, count) + (value.ljust(4, b"\0") if inline else struct.pack("<I", 26))
+    return b"Exif\0\0II*\0" + struct.pack("<IH", 8, 1) + entry + bytes(4) + (b"" if inline else value)
+
+
+#: An orientation as cameras and tools write it: as a SHORT, and in every other way that has been seen.
+ORIENTATIONS = {
+    **{f"short {value}": exif_with(3, struct.pack("<H", value)) for value in range(10)},
+    "two shorts": exif_with(3, struct.pack("<HH", 6, 6), count=2),
+    "byte": exif_with(1, b"\6"),
+    "ascii": exif_with(2, b"6\0", count=2),
+    "long": exif_with(4, struct.pack("<I", 6)),
+    "rational": exif_with(5, struct.pack("<II", 6, 1)),
+    "rational 12/2": exif_with(5, struct.pack("<II", 12, 2)),
+    "rational 6/0": exif_with(5, struct.pack("<II", 6, 0)),
+    "float": exif_with(11, struct.pack("<f", 6)),
+    "float 6.5": exif_with(11, struct.pack("<f", 6.5)),
+    "double": exif_with(12, struct.pack("<d", 6)),
+}
+TURNED = [
+    *[
+        (f"{kind}: {name}", kind, {"exif": exif})
+        for kind in ("JPEG", "PNG", "WEBP")
+        for name, exif in ORIENTATIONS.items()
+    ],
+    *[(f"AVIF: short {n}", "AVIF", {"exif": ORIENTATIONS[f"short {n}"]}) for n in range(1, 9)],
+    *[(f"TIFF: short {n}", "TIFF", {"tiffinfo": {0x0112: n}}) for n in range(1, 9)],
+    *[
+        (f"{kind}: XMP {n}", kind, {"xmp": f'<x tiff:Orientation="{n}"/>'.encode()})
+        for kind in ("JPEG", "WEBP")
+        for n in range(1, 9)
+    ],
+    *[
+        (
+            f"MPO: short {n}",
+            "MPO",
+            {"exif": ORIENTATIONS[f"short {n}"], "save_all": True, "append_images": [picture(8, 8)]},
+        )
+        for n in range(1, 9)
+    ],
+]
+
+
+@pytest.mark.parametrize(("kind", "options"), [case[1:] for case in TURNED], ids=[case[0] for case in TURNED])
+def test_an_orientation_is_applied_as_pillow_applies_it(kind: str, options: dict[str, Any], tmp_path: Path) -> None:
+    path = tmp_path / "a.bin"
+    picture(30, 20).save(path, kind, **options)
+    with Image.open(path) as image:
+        expected = ImageOps.exif_transpose(image)
+    decoded, header = decode(str(path), exif="apply"), probe(str(path), exif="apply")
+    assert decoded.image.tobytes() == expected.tobytes()
+    assert (header.width, header.height) == decoded.image.size == expected.size
+    plain = decode(str(path))
+    assert plain.exif_orientation == decoded.exif_orientation
+    with Image.open(path) as image:
+        assert plain.image.tobytes() == image.tobytes()
+
+
+@pytest.mark.parametrize("kind", ["PNG", "WEBP", "JPEG"])
+@pytest.mark.parametrize(
+    "exif", [b"no TIFF head", b"II*\0", b"II*\0\xff\xff\xff\xff", b"Exif\0\0MM\0*\0\0\0\x08\0\x05"]
+)
+def test_exif_that_cannot_be_parsed_hides_no_picture(kind: str, exif: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "a.bin"
+    picture(30, 20).save(path, kind, exif=exif)
+    check_without_orientation(path)
+
+
+@pytest.mark.parametrize("profile", ["\nexif\n      10\nno hex at all", "one line", "\n\n\n4949"])
+def test_a_raw_exif_profile_that_cannot_be_parsed_hides_no_picture(profile: str, tmp_path: Path) -> None:
+    texts = PngImagePlugin.PngInfo()
+    texts.add_text("Raw profile type exif", profile, zip=True)
+    picture(30, 20).save(tmp_path / "a.bin", "PNG", pnginfo=texts)
+    check_without_orientation(tmp_path / "a.bin")
+
+
+def check_without_orientation(path: Path) -> None:
+    with Image.open(path) as image:
+        expected = image.tobytes()
+    for exif in ("ignore", "apply"):
+        decoded, header = decode(str(path), exif=exif), probe(str(path), exif=exif)
+        assert (decoded.image.tobytes(), decoded.exif_orientation) == (expected, None)
+        assert (header.width, header.height) == (30, 20)
+
+
+def test_memory_that_runs_out_over_exif_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def run_out(image: Image.Image) -> Image.Exif:
+        raise MemoryError
+
+    picture(30, 20).save(tmp_path / "a.jpg")
+    monkeypatch.setattr(Image.Image, "getexif", run_out)
+    with pytest.raises(ItemError, match="out_of_memory"):
+        decode(str(tmp_path / "a.jpg"))
+
+
+def test_bytes_that_were_read_before_are_probed_and_decoded(golden: Path) -> None:
+    for path in (golden / "images").glob("*.png"):
+        try:
+            decoded = decode(str(path))
+        except ItemError:
+            continue
+        encoded = read_whole(str(path))
+        again, header = decode(encoded), probe(encoded)
+        assert again.image.tobytes() == decoded.image.tobytes()
+        assert (again.content_hash, header.stamp) == (decoded.content_hash, probe(str(path)).stamp)
+
+
+def test_a_probe_hands_on_the_bytes_that_it_read(tmp_path: Path) -> None:
+    path = tmp_path / "a.png"
+    picture(30, 20).save(path)
+    content = path.read_bytes()
+    assert probe(str(path), hash=True).encoded is None
+    assert probe(str(path), hash=True, keep=len(content) - 1).encoded is None
+    assert probe(str(path), keep=1 << 20).encoded is None, "only the header was read"
+    encoded = probe(str(path), hash=True, keep=len(content)).encoded
+    assert encoded is not None
+    assert encoded == read_whole(str(path))
+    os.utime(path, ns=(1, 1))
+    with pytest.raises(ItemError, match="source_changed"):
+        decode(encoded, planned=probe(str(path)).stamp)
+
+
+@pytest.mark.parametrize(("longer", "words"), [(True, "bytes then"), (False, "as before, written again")])
+def test_how_a_file_changed_is_said_in_words(longer: bool, words: str, tmp_path: Path) -> None:
+    path = tmp_path / "a.png"
+    picture(30, 20).save(path)
+    planned = probe(str(path)).stamp
+    path.write_bytes(path.read_bytes() + b"x" * longer)
+    os.utime(path, ns=(1, 1))
+    with pytest.raises(ItemError, match=words) as caught:
+        decode(str(path), planned=planned)
+    assert "Stamp" not in caught.value.message
 
 
 def test_flags_set_elsewhere_change_nothing(golden: Path, monkeypatch: pytest.MonkeyPatch) -> None:

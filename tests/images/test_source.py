@@ -1,4 +1,4 @@
-"""sources.py: only regular files, data: URLs decoded, and a process without descriptors is nobody's picture's fault."""
+"""source.py: only regular files, data: URLs decoded, and a process without descriptors is nobody's picture's fault."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import hashlib
 import io
 import os
 import resource
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,8 +16,10 @@ from conftest import picture
 
 from kimik3_prep.errors import ItemError, RunError
 from kimik3_prep.images import source as sources
+from kimik3_prep.images.address import resolve
 from kimik3_prep.images.decode import decode, probe
-from kimik3_prep.images.source import read_file
+from kimik3_prep.images.source import read_file, read_whole
+from kimik3_prep.manifest.row import short_image
 
 
 def test_folders_pipes_and_sockets_are_errors_not_hangs(tmp_path: Path) -> None:
@@ -34,18 +37,45 @@ def test_paths_that_cannot_be(tmp_path: Path) -> None:
             decode(path)
 
 
-def test_data_urls() -> None:
+def data_urls() -> Iterator[tuple[str, str, bytes]]:
+    """Ways to write a picture into a `data:` URL that the checkpoint's own reader takes."""
     buffer = io.BytesIO()
-    picture(30, 20).save(buffer, "PNG")
-    url = "data:image/png;base64," + base64.b64encode(buffer.getvalue()).decode()
-    assert probe(url).width == 30
-    decoded = decode(url)
-    assert decoded.content_hash == f"sha256:{hashlib.sha256(buffer.getvalue()).hexdigest()}"
-    percent = "data:," + "".join(f"%{byte:02x}" for byte in buffer.getvalue())
-    assert decode(percent).image.tobytes() == decoded.image.tobytes()
-    for bad in ("data:image/png;base64", "data:image/png;base64,@@@", "data:image/png;base64,AAA"):
-        with pytest.raises(ItemError, match="bad_data_url"):
-            decode(bad)
+    picture(40, 30).save(buffer, "PNG")
+    content = buffer.getvalue()
+    text = base64.b64encode(content).decode()
+    yield "plain", f"data:image/png;base64,{text}", content
+    yield "MIME lines", f"data:image/png;base64,{base64.encodebytes(content).decode()}", content
+    yield "a space", f"data:image/png;base64, {text}", content
+    yield "CRLF at the end", f"data:image/png;base64,{text}\r\n", content
+    yield "charset", f"data:image/png;charset=utf-8;base64,{text}", content
+    yield "a space before base64", f"data:image/png; base64,{text}", content
+    yield "upper case", f"data:image/png;BASE64,{text}", content
+    yield "upper-case scheme", f"DATA:image/png;base64,{text}", content
+    yield "no media type", f"data:;base64,{text}", content
+    yield "no word base64", f"data:image/png,{text}", content
+    yield "percent signs in base64", f"data:image/png;base64,{text.replace('+', '%2B').replace('=', '%3D')}", content
+    yield "percent signs alone", "data:image/png," + "".join(f"%{byte:02x}" for byte in content), content
+
+
+@pytest.mark.parametrize(("url", "content"), [pytest.param(*case[1:], id=case[0]) for case in data_urls()])
+def test_data_urls_are_read_as_the_checkpoint_reads_them(url: str, content: bytes) -> None:
+    assert read_whole(resolve(url, "/anywhere")).content == content
+    assert short_image(url).count(",sha256-") == 1, "an index shows a digest instead of the picture"
+
+
+@pytest.mark.parametrize(
+    ("url", "words"),
+    [
+        ("data:image/png;base64", "needs a comma"),
+        ("data:image/png;base64,@@@", "not base64"),
+        ("data:image/png;base64,AAA", "Incorrect padding"),
+        ("data:image/png;base64,AA-_", r"uses - and _, where the checkpoint reads \+ and /"),
+        ("data:,hello", "not base64"),
+    ],
+)
+def test_data_urls_that_nothing_reads(url: str, words: str) -> None:
+    with pytest.raises(ItemError, match=f"bad_data_url: .*{words}"):
+        decode(url)
 
 
 def test_large_files_are_hashed_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

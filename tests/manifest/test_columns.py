@@ -14,6 +14,7 @@ from pyarrow import parquet
 from stores import Store
 
 from kimik3_prep.errors import InputError, ItemError
+from kimik3_prep.images import cell as cells
 from kimik3_prep.images.address import TableCell
 from kimik3_prep.images.decode import decode
 from kimik3_prep.images.source import read_file
@@ -67,7 +68,7 @@ def test_a_run_from_a_table_is_the_run_from_a_folder(tmp_path: Path, s3: Store, 
     extra = Output(tmp_path / "tabled").read_index()["extra"].to_pylist()
     assert extra[1] == ('{"word":"w","image_path":"1.png"}' if nested else '{"word":"w"}')
     report = verify(tmp_path / "tabled", Comparison(pattern))
-    assert (report.compared, report.findings) == (7, ())
+    assert (report.compared, report.problems) == (7, ())
 
 
 @pytest.mark.parametrize("statistics", [True, False])
@@ -112,7 +113,7 @@ def test_cells_that_are_not_there(tmp_path: Path) -> None:
 
 
 def test_a_row_group_is_read_once_and_few_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tables, "_groups", tables._Kept(2, 0))
+    monkeypatch.setattr(cells, "_groups", cells._Kept(2, 0))
     loads: list[int] = []
     real = parquet.ParquetFile.read_row_group
 
@@ -127,7 +128,7 @@ def test_a_row_group_is_read_once_and_few_are_kept(tmp_path: Path, monkeypatch: 
     def read(rows: range) -> None:
         for row in rows:
             with open(path, "rb") as file:
-                found.append(tables.read_cell(file, path, TableCell(row, "image")))
+                found.append(cells.read_cell(file, path, TableCell(row, "image")))
 
     for begin in range(0, 40, 10):
         threads = [threading.Thread(target=read, args=(range(begin + n, begin + 10, 5),)) for n in range(5)]
@@ -137,4 +138,4 @@ def test_a_row_group_is_read_once_and_few_are_kept(tmp_path: Path, monkeypatch: 
             thread.join()
     assert sorted(found) == [bytes([n]) for n in range(40)]
     assert loads == [0, 1, 2, 3]
-    assert len(tables._groups._things) == 2
+    assert len(cells._groups._things) == 2

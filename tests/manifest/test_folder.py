@@ -57,7 +57,7 @@ def test_a_folder(folder: Path) -> None:
     rows, found = made("in")
     ids = ["a/z.png", "a/ü x.tif", "a.webp", "b.JPG", "data:1.gif"]
     assert rows == [{"id": id, "image": f"in/{id}"} for id in ids]
-    assert found == Gathered(None, "files", items=5, rows=5, passed_over=3)
+    assert found == Gathered(output=None, of="files", items=5, rows=5, passed_over=3)
     inside, _ = made("in", output=folder / "in" / "m.jsonl")
     assert [row["image"] for row in inside] == [*ids[:4], "./data:1.gif"]
     absolute, _ = made("in", absolute=True, number_rows=True)
@@ -145,7 +145,7 @@ def test_a_metadata_file(folder: Path) -> None:
         {"id": "0", "image": "data/a.jpg", "text": "A"},
         {"id": "1", "image": "data/b/c.jpg", "text": "C", "objects": {"bbox": [1]}},
     ]
-    assert made("data/metadata.jsonl") == (wanted, Gathered(None, "rows", items=2, rows=2))
+    assert made("data/metadata.jsonl") == (wanted, Gathered(output=None, of="rows", items=2, rows=2))
     assert made("data/metadata.parquet")[0] == made("data/metadata.csv")[0] == wanted[:1]
     named, _ = made("data/metadata.jsonl", id_field="file_name")
     assert [row["id"] for row in named] == ["a.jpg", "b/c.jpg"]
@@ -197,7 +197,7 @@ def test_relative_paths_start_where_one_says(folder: Path) -> None:
     (folder / "lists").mkdir()
     write_manifest(folder / "lists" / "m.jsonl", [{"image": "a.jpg"}])
     found, told = made("lists/m.jsonl", image_dir=Path("pictures"), output=Path("lists/out.jsonl"))
-    assert (found, told.warnings) == ([{"id": "0", "image": "../pictures/a.jpg"}], [])
+    assert (found, told.warnings) == ([{"id": "0", "image": "../pictures/a.jpg"}], ())
     _, told = made("lists/m.jsonl")
     (warning,) = told.warnings
     assert warning.what.startswith(f'of the first 1 files none is there, such as "{str(folder)[:20]}')

@@ -124,7 +124,7 @@ def test_a_run_from_a_tar_is_the_run_from_a_folder(tmp_path: Path, s3: Store, ru
     assert [split(image)[0] for image in images] == ["0.tar"] * 3 + ["1.tar"] * 3
     assert images == parquet.read_table(tmp_path / "stored" / "index.parquet")["image"].to_pylist()
     report = verify(tmp_path / "tarred", Comparison(pattern))
-    assert (report.compared, report.findings) == (5, ())
+    assert (report.compared, report.problems) == (5, ())
     done = run("encode", pattern, "--config", "kimi-k3", "--backend", "cpu", "--dry-run", "--format", "json")
     assert (done.returncode, json.loads(done.stdout)["images"]) == (0, 6), done.stderr
     assert default_output(pattern).name == "tars-features"

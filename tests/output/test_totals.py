@@ -70,13 +70,14 @@ def test_totals_of_a_plan_and_of_its_run(tmp_path: Path) -> None:
         item("a.png", 56, 28, id="elsewhere", backend="gpu"),
     ]
     plan = planned(tmp_path, rows, shard_patches=40)
-    assert summarize_plan(plan, 14) == PlanSummary(
+    assert summarize_plan(plan, 14, "float32") == PlanSummary(
         rows=7,
         failed=1,
         failures=((4, "gone", "not_found", "gone"),),
         images=4,  # the two rows that repeat a.png on its path add none
         pixels=56 * 28 * 2 + 28 * 28 + 280 * 28,
         patches=8 + 4 + 40 + 8,
+        dtype="float32",
         tokens=2 * 4 + 1 + 10,  # of all rows: every one of them is a prompt of its own
         bytes_by_dtype={"float32": 60 * 588 * 4, "bfloat16": 60 * 588 * 2, "float16": 60 * 588 * 2, "uint8": 60 * 588},
         shards={"cpu": 2, "gpu": 1},
@@ -107,19 +108,19 @@ def test_a_failed_image_takes_its_repeats_with_it(tmp_path: Path) -> None:
 
 def test_the_same_row_number_in_two_shards_is_two_images(tmp_path: Path) -> None:
     plan = planned(tmp_path, [item(f"{i}.png") for i in range(6)], shard_patches=8)
-    assert (summarize_plan(plan, 14).images, run(tmp_path, plan).images) == (6, 6)
+    assert (summarize_plan(plan, 14, "float32").images, run(tmp_path, plan).images) == (6, 6)
 
 
 def test_shards_of_one_image_each(tmp_path: Path) -> None:
     """Row and patch_start are 0 in all of them: only the shard tells one from the next."""
     plan = planned(tmp_path, [item(f"{i}.png") for i in range(3)], shard_patches=1)
-    summary = summarize_plan(plan, 14)
+    summary = summarize_plan(plan, 14, "float32")
     assert (summary.images, summary.patches, summary.shards) == (3, 12, {"cpu": 3})
 
 
 def test_features_files_count_without_pixels(tmp_path: Path) -> None:
     rows = [{"id": "f", "features": "f.npy", "grid_thw": [1, 4, 6]}, item("a.png"), item("b.png", backend="gpu")]
-    summary = summarize_plan(planned(tmp_path, rows), 14)
+    summary = summarize_plan(planned(tmp_path, rows), 14, "float32")
     assert (summary.images, summary.pixels, summary.patches, summary.tokens) == (3, 2 * 784, 32, 8)
     assert list(summary.shards.items()) == [("cpu", 1), ("gpu", 1), ("local", 1)]
 
@@ -138,25 +139,25 @@ def test_a_run_in_which_all_failed(tmp_path: Path) -> None:
     summary = run(tmp_path, plan)
     assert (summary.ok, summary.failed, summary.images, summary.patches) == (0, 3, 0, 0)
     assert (summary.tokens, summary.size, summary.shards) == (0, 0, 0)
-    plain = summarize_plan(plan, 14)
+    plain = summarize_plan(plan, 14, "float32")
     assert (plain.images, plain.pixels, plain.tokens, plain.shards, plain.histogram) == (0, 0, 0, {}, ())
 
 
 def test_a_plan_of_nothing() -> None:
-    summary = summarize_plan(PLAN_SCHEMA.empty_table(), 14)
+    summary = summarize_plan(PLAN_SCHEMA.empty_table(), 14, "float32")
     assert (summary.rows, summary.failed, summary.images, summary.histogram) == (0, 0, 0, ())
     assert summary.bytes_by_dtype == {"float32": 0, "bfloat16": 0, "float16": 0, "uint8": 0}
 
 
 def test_failures_are_the_first_ones_and_all_are_counted(tmp_path: Path) -> None:
     plan = planned(tmp_path, [{"id": str(i), "image": f"{i}.png"} for i in range(25)])
-    for summary in (summarize_plan(plan, 14), run(tmp_path, plan)):
+    for summary in (summarize_plan(plan, 14, "float32"), run(tmp_path, plan)):
         assert summary.failed == 25
         assert summary.failures == tuple((i + 1, str(i), "not_found", "gone") for i in range(20))
 
 
 def test_sizes_follow_the_patch_size(tmp_path: Path) -> None:
-    summary = summarize_plan(planned(tmp_path, [item("a.png")]), 16)
+    summary = summarize_plan(planned(tmp_path, [item("a.png")]), 16, "float32")
     assert summary.bytes_by_dtype["uint8"] == 4 * 3 * 16 * 16
 
 
@@ -176,17 +177,17 @@ def test_sizes_follow_the_patch_size(tmp_path: Path) -> None:
 )
 def test_a_power_of_two_ends_its_bin(tmp_path: Path, tokens: list[int], bins: tuple[tuple[int, int], ...]) -> None:
     rows = [{"id": str(i), "features": f"{i}.npy", "grid_thw": [1, 2, 2 * n]} for i, n in enumerate(tokens)]
-    assert summarize_plan(planned(tmp_path, rows), 14).histogram == bins
+    assert summarize_plan(planned(tmp_path, rows), 14, "float32").histogram == bins
 
 
 def test_an_image_smaller_than_a_merged_square_is_in_the_first_bin(tmp_path: Path) -> None:
     rows = [{"id": "f", "features": "f.npy", "grid_thw": [1, 1, 1]}]
-    assert summarize_plan(planned(tmp_path, rows), 14).histogram == ((16, 1),)
+    assert summarize_plan(planned(tmp_path, rows), 14, "float32").histogram == ((16, 1),)
 
 
 @pytest.mark.parametrize("fixed", [1, 2**31 - 1])
 def test_a_fixed_number_of_tokens(tmp_path: Path, fixed: int) -> None:
-    summary = summarize_plan(planned(tmp_path, [item("a.png"), item("b.png", 280)], tokens=fixed), 14)
+    summary = summarize_plan(planned(tmp_path, [item("a.png"), item("b.png", 280)], tokens=fixed), 14, "float32")
     assert summary.tokens == 2 * fixed
     assert summary.histogram[-1] == (max(16, 2 ** (fixed - 1).bit_length()), 2)
 
@@ -197,7 +198,7 @@ def test_every_image_is_in_the_bin_that_holds_its_tokens(
     tmp_path_factory: pytest.TempPathFactory, tokens: list[int]
 ) -> None:
     rows = [{"id": str(i), "features": f"{i}.npy", "grid_thw": [1, 2, 2 * n]} for i, n in enumerate(tokens)]
-    bins = summarize_plan(planned(tmp_path_factory.mktemp("plan"), rows), 14).histogram
+    bins = summarize_plan(planned(tmp_path_factory.mktemp("plan"), rows), 14, "float32").histogram
     highs = [0, *(high for high, _ in bins)]
     values = np.array(tokens)
     for low, (high, count) in zip(highs, bins, strict=False):

@@ -43,7 +43,7 @@ def copy(whole: Path, tmp_path: Path) -> Path:
 
 def findings(root: Path) -> tuple[Finding, ...]:
     """What verify says; no advice of it destroys anything."""
-    result = verify(root).findings
+    result = verify(root).problems
     assert all(finding.file and finding.what and finding.todo for finding in result)
     assert not any(word in finding.todo for finding in result for word in ("delete", "remove", "--overwrite"))
     return result
@@ -56,7 +56,9 @@ def again(root: Path, manifest: Path, sample: int | None = None) -> Verification
 
 def test_a_run_as_it_was_written(whole: Path) -> None:
     size = sum(path.stat().st_size for path in whole.glob("shards/*.safetensors"))
-    assert verify(whole) == Verification(str(whole), True, 8, 5, 3, size, ())
+    assert verify(whole) == Verification(
+        path=str(whole), finished=True, rows=8, images=5, shards=3, bytes=size, problems=()
+    )
 
 
 def test_any_flipped_bit_of_a_shard_is_found(copy: Path) -> None:
@@ -191,7 +193,7 @@ def test_the_command(copy: Path, run: Run) -> None:
 def test_against_the_images(copy: Path, whole: Path, run: Run) -> None:
     manifest = whole.parent / "m.jsonl"
     report = again(copy, manifest)
-    assert (report.compared, report.findings) == (5, ())  # the cut one was planned, and is not stored
+    assert (report.compared, report.problems) == (5, ())  # the cut one was planned, and is not stored
     assert again(copy, manifest, sample=2).compared == 2
     done = run("verify", copy, "--against-source", "--manifest", manifest, "--format", "json")
     assert (done.returncode, json.loads(done.stdout)["compared"]) == (0, 5)
@@ -214,7 +216,7 @@ def test_damage_and_difference_have_their_own_advice(copy: Path, whole: Path) ->
     flip(copy / "shards" / "cpu-00001.safetensors", -1)
     forge(copy, "cpu-00002")
     report = again(copy, whole.parent / "m.jsonl")
-    damage, difference = report.findings
+    damage, difference = report.problems
     assert report.compared == 4
     assert (damage.item, difference.item) == ("n3", "n4")
     assert "checksum" in damage.what
@@ -227,7 +229,7 @@ def test_versions_that_differ_are_named(copy: Path, whole: Path, monkeypatch: py
     forge(copy, "cpu-00002")
     here = {**codec_versions(), "pillow": "99.1"}
     monkeypatch.setattr("kimik3_prep.reading.verify.codec_versions", lambda: here)
-    (finding,) = again(copy, whole.parent / "m.jsonl").findings
+    (finding,) = again(copy, whole.parent / "m.jsonl").problems
     assert f"versions differ: pillow {codec_versions()['pillow']} in the run and 99.1 here" in finding.what
 
 
@@ -235,14 +237,14 @@ def test_a_damaged_plan_does_not_end_the_comparison_with_an_error(copy: Path, wh
     (copy / "plan.parquet").write_bytes(b"PAR1")
     report = again(copy, whole.parent / "m.jsonl")
     assert report.compared == 0
-    assert [finding.file for finding in report.findings] == ["plan.parquet"]
+    assert [finding.file for finding in report.problems] == ["plan.parquet"]
 
 
 def test_images_that_changed_or_went_away(whole: Path, tmp_path: Path) -> None:
     moved = Path(shutil.copytree(whole.parent, tmp_path / "moved"))
     (moved / "0.png").unlink()
     shutil.copy(moved / "2.png", moved / "3.png")
-    gone, other = again(moved / "out", moved / "m.jsonl").findings
+    gone, other = again(moved / "out", moved / "m.jsonl").problems
     assert (gone.item, gone.todo) == ("n0", "restore the image")
     assert "cannot compute it: not_found" in gone.what
     assert (other.item, other.what.startswith("the image is another one now (sha256:")) == ("n3", True)
@@ -255,7 +257,7 @@ def test_every_dtype_and_path_against_the_images(tmp_path: Path, dtype: str) -> 
     manifest = write_manifest(tmp_path / "m.jsonl", rows)
     encode(manifest, tmp_path / "out", dtype=dtype)
     report = again(tmp_path / "out", manifest)
-    assert (report.compared, report.findings) == (2, ())
+    assert (report.compared, report.problems) == (2, ())
 
 
 def test_code_runs_only_when_it_was_allowed(copy: Path, run: Run) -> None:

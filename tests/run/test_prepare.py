@@ -654,16 +654,6 @@ def test_one_features_file_with_several_grids_is_checked_for_each(tmp_path: Path
     ]
 
 
-def test_equal_bytes_under_another_name_do_where_the_first_is_gone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name in ("a.png", "b.png"):
-        picture(60, 50).save(tmp_path / name)
-    manifest = write_manifest(tmp_path / "m.jsonl", [{"image": "a.png"}, {"image": "b.png"}])
-    monkeypatch.setattr(engines, "materialize_shard", stop_before(tmp_path / "a.png", engines.materialize_shard))
-    assert encode(manifest, tmp_path / "out", dedupe="content").failed == 0
-
-
 def stop_before(path: Path, real: Any) -> Any:
     """`real`, but the file is removed first."""
 
