@@ -28,6 +28,19 @@ app = typer.Typer(
 Format = Annotated[Literal["text", "json"], typer.Option(help="JSON goes to stdout, progress and prose to stderr.")]
 
 
+ImageDir = Annotated[
+    str | None, typer.Option(help="Where relative paths in rows start. Default: the source's folder.", metavar="DIR")
+]
+ImageField = Annotated[
+    list[str] | None,
+    typer.Option(help="Field of the images, also `messages[*].image`; repeatable. Default: what looks like one."),
+]
+IdField = Annotated[
+    list[str] | None, typer.Option(help="Field of the ids; several are joined. Default: id, key, else the image.")
+]
+NumberRows = Annotated[bool, typer.Option("--number-rows", help="Row numbers from 0 as ids.")]
+
+
 def _version(wanted: bool) -> None:
     if wanted:
         typer.echo(f"kimik3-prep {__version__}")
@@ -66,31 +79,28 @@ def validate_config(
 @app.command()
 def manifest(
     source: Annotated[
-        str, typer.Argument(help="A folder of images, or rows: a JSON list, JSON Lines, CSV, Parquet; - is stdin.")
+        str,
+        typer.Argument(help="A folder, rows (JSON, CSV, Parquet, Arrow), a tar, a pattern for several; - is stdin."),
     ],
     output: Annotated[Path | None, typer.Option("--output", "-o", help="A new file. Default: standard output.")] = None,
-    image_dir: Annotated[
-        Path | None, typer.Option(help="Where relative paths in rows start. Default: the source's folder.")
-    ] = None,
-    image_field: Annotated[
-        str | None, typer.Option(help="Field of the images; dots go inside. Default: images, image, file_name, …")
-    ] = None,
-    id_field: Annotated[str | None, typer.Option(help="Field of the ids. Default: id, key, else row numbers.")] = None,
-    number_rows: Annotated[bool, typer.Option("--number-rows", help="Row numbers from 0 as ids.")] = False,
+    image_dir: ImageDir = None,
+    image_field: ImageField = None,
+    id_field: IdField = None,
+    number_rows: NumberRows = False,
     absolute: Annotated[bool, typer.Option("--absolute", help="Write absolute paths.")] = False,
     size: Annotated[bool, typer.Option("--size", help="Read the headers, and write width and height.")] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the output file.")] = False,
     format: Format = "text",
 ) -> None:
     """Make a manifest of a folder of images, or of a list whose rows name images."""
-    from kimik3_prep.manifest.folder import Wishes, gather
+    from kimik3_prep.manifest.row import Selection
+    from kimik3_prep.manifest.write import Wishes, gather
     from kimik3_prep.screen.terminal import print_lines
 
     if format == "json" and output is None:
         raise InputError([Problem("--format json", "standard output is the manifest's", hint="add --output FILE")])
-    gathered, lines = gather(
-        Wishes(source, output, image_dir, image_field, id_field, number_rows, absolute, size, overwrite)
-    )
+    select = Selection(tuple(image_field or ()), tuple(id_field or ()), number_rows)
+    gathered, lines = gather(Wishes(source, output, image_dir, select, absolute, size, overwrite))
     if output is None:
         print_lines(lines)
     answers.give(gathered, format)
@@ -100,13 +110,15 @@ def manifest(
 def encode(
     manifest: Annotated[
         str,
-        typer.Argument(
-            help="JSON Lines (may be gzip), Parquet, or a tar of images; a path, URL or pattern; - is stdin."
-        ),
+        typer.Argument(help="A folder, rows (JSON, CSV, Parquet, Arrow), a tar, a pattern for several; - is stdin."),
     ],
     config: Annotated[
         str | None, typer.Option(help="preprocessor_config.json, its folder, or kimi-k3. Default: beside the manifest.")
     ] = None,
+    image_dir: ImageDir = None,
+    image_field: ImageField = None,
+    id_field: IdField = None,
+    number_rows: NumberRows = False,
     output: Annotated[
         str | None, typer.Option("--output", "-o", help="Output folder, or s3://… Default: <manifest>-features.")
     ] = None,
@@ -127,9 +139,9 @@ def encode(
     ] = "float32",
     shard_size: Annotated[str, typer.Option(help="Most bytes of a shard: 200MB, 2GiB.")] = "512MiB",
     workers: Annotated[
-        int | None, typer.Option("--workers", "-j", min=1, help="Image threads. Default: one a processor.")
+        int | None, typer.Option("--workers", "-j", min=1, help="Worker processes. Default: one a processor.")
     ] = None,
-    engine: Annotated[Literal["local", "ray"], typer.Option(help="Fill shards in this process, or as Ray tasks.")] = (
+    engine: Annotated[Literal["local", "ray"], typer.Option(help="Fill shards on this machine, or as Ray tasks.")] = (
         "local"
     ),
     ray_address: Annotated[
@@ -152,6 +164,9 @@ def encode(
     exif: Annotated[
         Literal["ignore", "apply"], typer.Option(help="What to do with EXIF orientations: the checkpoint ignores them.")
     ] = "ignore",
+    formats: Annotated[
+        str, typer.Option(help="Read +heif or +jxl (+heif,+jxl) as well, each with the extra of its name.")
+    ] = "",
     item_timeout: Annotated[
         float, typer.Option(min=0.001, help="Most seconds for reading and decoding one image; then it has failed.")
     ] = 300,
@@ -177,8 +192,11 @@ def encode(
     format: Format = "text",
 ) -> None:
     """Encode a manifest of images into shards of pixel features."""
+    from kimik3_prep.images.formats import parse_formats
+    from kimik3_prep.manifest.row import Selection
     from kimik3_prep.run import check
     from kimik3_prep.run import prepare as run
+    from kimik3_prep.run.machine import processors
     from kimik3_prep.screen.progress import ProgressReporter
 
     settings = check.Settings(
@@ -191,10 +209,13 @@ def encode(
         device=device,
         batch_bytes=check.parse_size(batch_bytes, "--batch-bytes"),
         shard_size=check.parse_size(shard_size, "--shard-size"),
-        workers=workers or check.default_workers(),
+        workers=workers or processors(),
         dedupe=dedupe,
         max_tokens=max_tokens,
         exif=exif,
+        formats=parse_formats(formats),
+        select=Selection(tuple(image_field or ()), tuple(id_field or ()), number_rows),
+        image_dir=image_dir,
         limit=limit,
         max_pixels=max_pixels,
         memory=check.parse_size(memory, "--memory") if memory else None,
@@ -212,7 +233,7 @@ def encode(
     work = run.dry_run if dry_run else run.prepare_range if settings.shard_range else run.prepare
     with ProgressReporter(progress) as reporter:
         summary = work(settings, reporter)
-    answers.give(replace(summary, warnings=tuple(reporter.warnings)), format)
+    answers.give(replace(summary, warnings=tuple(reporter.warnings), passed_over=reporter.passed_over), format)
     raise typer.Exit(1 if summary.failed else 0)
 
 
@@ -227,7 +248,7 @@ def finish(
 
     with ProgressReporter(False) as reporter:
         summary = run.finish(path, reporter)
-    answers.give(replace(summary, warnings=tuple(reporter.warnings)), format)
+    answers.give(replace(summary, warnings=tuple(reporter.warnings), passed_over=reporter.passed_over), format)
     raise typer.Exit(1 if summary.failed else 0)
 
 

@@ -12,6 +12,11 @@
     │   ├── ShardsMissing         `finish` before all shards are there
     │   ├── RunStopped            the run was asked to stop
     │   ├── TooManyFailures       `--on-error fail` or `--max-failures` stopped the run
+    │   ├── WorkersDoNotStart     worker processes end before they do anything
+    │   ├── PatchesMissing        an item's patches do not fill its place
+    │   ├── FileReplaced          somebody put another file in the place of one being written
+    │   ├── NoMoreFiles           the process may open no more files
+    │   ├── LibraryRefuses        a library that Pillow decodes with cannot be loaded
     │   └── CannotPrint           standard output takes no more text
     ├── Interrupted               Ctrl-C (exit 130) or SIGTERM (exit 143) stopped the command
     ├── StoreError                stored features cannot be read: a shard is gone, damaged or of another run (exit 3)
@@ -40,7 +45,8 @@ ItemErrorCode = Literal[
     "corrupt",  # the decoder refused the data
     "too_many_pixels",  # above --max-pixels
     "too_many_tokens",  # no scale brings it under --max-tokens
-    "out_of_memory",  # the decoder could not allocate
+    "out_of_memory",  # the decoder could not allocate, or the system killed its process
+    "decoder_crashed",  # the process that decoded it died, twice
     "size_mismatch",  # decoded size differs from the manifest's width and height
     "source_changed",  # the file is not the one that was planned
     "content_hash_mismatch",  # sha256 of the bytes differs from the manifest's content_hash
@@ -216,11 +222,62 @@ class TooManyFailures(RunError):
         )
 
 
+class PatchesMissing(RunError):
+    """An item's patches do not fill its place: a fault of this package."""
+
+    def __init__(self, image: str, made: int, planned: int) -> None:
+        super().__init__(image, made, planned)
+        self.image, self.made, self.planned = image, made, planned
+
+    def __str__(self) -> str:
+        return f"{self.made:,} patches were made for {self.image}, {self.planned:,} were planned"
+
+
+class FileReplaced(RunError):
+    """Somebody put another file in the place of one that the run is writing."""
+
+    def __init__(self, path: str) -> None:
+        super().__init__(path)
+        self.path = path
+
+    def __str__(self) -> str:
+        return f"{self.path} is not the file that this run made: something else writes into the output folder"
+
+
+class WorkersDoNotStart(RunError):
+    """Worker processes end before they do anything."""
+
+    def __init__(self, how: str, message: str) -> None:
+        super().__init__(how, message)
+        self.how, self.message = how, message
+
+    def __str__(self) -> str:
+        return f"the worker processes do not start: {self.how}{': ' if self.message else ''}{self.message}"
+
+
 class CannotPrint(RunError):
     """Standard output takes no more text. Facts: the reason."""
 
     def __str__(self) -> str:
         return f"cannot write to standard output: {self.args[0]}"
+
+
+class NoMoreFiles(RunError):
+    """The process may open no more files, which is no fault of an image. Facts: the system's reason."""
+
+    def __str__(self) -> str:
+        return (
+            f"cannot open an image: {self.args[0]}. Raise the limit (`ulimit -n`) or lower --workers, and run the same "
+            "command to continue."
+        )
+
+
+class LibraryRefuses(RunError):
+    """A library that Pillow decodes with is installed and cannot be loaded. Facts: the module, the reason."""
+
+    def __str__(self) -> str:
+        module, reason = self.args
+        return f"{module} cannot be loaded, and without it images may decode differently: {reason}"
 
 
 class Interrupted(PrepError):

@@ -170,6 +170,23 @@ def glob(pattern: str) -> list[str]:
     return asked(pattern, question)
 
 
+def is_folder(url: str) -> bool:
+    """Whether a URL stands for all objects below it: `s3://bucket/set/`, or the same without the slash."""
+    if scheme(url) in ("http", "https"):
+        return False
+    return bool(asked(url, lambda fs, path: fs.isdir(path)))
+
+
+def files(folder: str) -> list[str]:
+    """The URLs of all objects below a folder at a URL."""
+
+    def question(fs: Any, path: str) -> list[str]:
+        fs.invalidate_cache()
+        return [fs.unstrip_protocol(found) for found in fs.find(path)]
+
+    return asked(folder, question)
+
+
 def info(url: str) -> dict[str, Any]:
     """What the store says of an object: its `size`, and more under names that each store chooses."""
 

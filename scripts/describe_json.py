@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from kimik3_prep.checkpoint.config import ConfigReport
-from kimik3_prep.manifest.folder import Gathered
+from kimik3_prep.manifest.write import Gathered
 from kimik3_prep.output.totals import PlanSummary, RangeSummary, RunSummary
 from kimik3_prep.reading.inspection import IndexDescription, OutputDescription, ShardDescription
 from kimik3_prep.reading.verify import Verification

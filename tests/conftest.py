@@ -33,6 +33,7 @@ from kimik3_prep.checkpoint.config import (
 from kimik3_prep.checkpoint.grid import GridRule
 from kimik3_prep.errors import Problem
 from kimik3_prep.manifest.read import read_manifest
+from kimik3_prep.manifest.report import PassedOver
 from kimik3_prep.output.folder import Output
 from kimik3_prep.output.recipe import Recipe
 from kimik3_prep.output.shard_file import ShardFormat
@@ -102,6 +103,13 @@ def picture(width: int, height: int, mode: str = "RGB", seed: int = 0) -> Image.
     return image if mode == "RGBA" else image.convert(mode)
 
 
+def png_bytes(width: int, height: int, seed: int = 0) -> bytes:
+    """A picture as an encoded file."""
+    buffer = io.BytesIO()
+    picture(width, height, seed=seed).save(buffer, "PNG")
+    return buffer.getvalue()
+
+
 def write_manifest(path: Path, rows: list[dict[str, Any]]) -> Path:
     """A JSON Lines manifest."""
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -136,12 +144,16 @@ class Silent:
 
     def __init__(self) -> None:
         self.warnings: list[Problem] = []
+        self.passed_over: tuple[PassedOver, ...] = ()
         self.phases: list[tuple[str, int]] = []
         self.done = self.failed = 0
         self._lock = threading.Lock()
 
     def warn(self, problem: Problem) -> None:
         self.warnings.append(problem)
+
+    def pass_over(self, kinds: tuple[PassedOver, ...]) -> None:
+        self.passed_over += kinds
 
     def phase(self, name: str, total: int) -> None:
         self.phases.append((name, total))
@@ -165,12 +177,10 @@ def flip(path: Path, at: int, bit: int = 0) -> None:
     path.write_bytes(content)
 
 
-def tree(root: Path) -> dict[str, str]:
-    """The digest of every file, and the names of all folders."""
-    return {
-        str(path.relative_to(root)): hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else "folder"
-        for path in sorted(root.rglob("*"))
-    }
+def tree(root: Path, *, but: Collection[str] = ()) -> dict[str, str]:
+    """The digest of every file below a folder; files of the names in `but` are left out."""
+    files = sorted(path for path in root.rglob("*") if path.is_file() and path.name not in but)
+    return {str(path.relative_to(root)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
 
 
 def local_row(folder: Path, name: str, image: Any, **more: Any) -> dict[str, Any]:

@@ -22,12 +22,12 @@ CONTRIBUTING = ROOT / ".github" / "CONTRIBUTING.md"
 HOUSE: dict[str, tuple[str, ...]] = {
     "": ("__init__", "errors", "strict_json", "disk", "remote"),
     "checkpoint": ("levels", "grid", "rules", "config"),
-    "images": ("address", "cell", "source", "decode"),
-    "manifest": ("row", "tar", "columns", "read", "records", "folder"),
+    "images": ("address", "cell", "source", "formats", "decode"),
+    "manifest": ("report", "magic", "row", "text", "tar", "columns", "folder", "read", "missing", "write"),
     "pixels": ("resample", "tensors", "cpu", "device", "ready"),
     "output": ("recipe", "tables", "shard_file", "folder", "mirror", "totals"),
     "run": (
-        *("threads", "memory", "compute", "jobs", "work", "engines"),
+        *("machine", "spool", "item", "worker", "workers", "shard", "ray"),
         *("check", "planning", "fill", "prepare"),
     ),
     "reading": ("stored", "engines", "features", "training", "verify", "pictures", "sheets", "inspection"),
@@ -47,7 +47,7 @@ ORDER = [
 LIBRARIES = {
     "typer": {"screen.process", "cli"},
     "rich": {"screen.terminal", "screen.progress"},
-    "ray": {"run.engines"},
+    "ray": {"run.ray"},
     "safetensors": {"output.shard_file", "pixels.ready"},
     "fsspec": {"remote"},
 }
@@ -65,7 +65,7 @@ SEAMS = {
     ("images.source", "foreign_errors"),
     ("images.decode", "_orientation"),
     ("remote", "asked"),
-    ("run.threads", "_work"),
+    ("run.worker", "_answer"),
     ("reading.verify", "_load_processor"),
     ("screen.process", "run_command"),
 }

@@ -168,7 +168,7 @@ def test_bad_manifest_lines_are_all_named(pictures: Path, run: Run, tmp_path: Pa
         "",
         '{"id": 5, "video": "a.mp4"}',
         '{"image": "2.png", "id": "x", "id": "y"}',
-        '{"image": "3.png", "score": NaN}',
+        '{"image": "3.png", "score": }',
     ]
     (tmp_path / "bad.jsonl").write_text("\n".join(text))
     done = run("encode", "bad.jsonl")

@@ -60,7 +60,7 @@ def test_problems_that_were_only_counted_are_told() -> None:
         (InputError([ONE]), 2),
         (PlanMismatch([ONE]), 2),
         (RunError("the disk is full"), 3),
-        (TooManyFailures("3 items failed"), 3),
+        (TooManyFailures(3, 2, None), 3),
         (CannotPrint("disk full"), 3),
         (Interrupted(130), 130),
         (Interrupted(143), 143),

@@ -1,7 +1,11 @@
-"""Images in the cells of Parquet files: read by their place, with the row group around them kept for the next."""
+"""Images in the cells of tables: read by their place, with the row group around them kept for the next."""
 
 from __future__ import annotations
 
+import base64
+import binascii
+import mmap
+import re
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
@@ -53,29 +57,79 @@ class _Kept:
 _footers = _Kept(64, 0)
 _groups = _Kept(2, _HELD_BYTES)
 
+_STEP = re.compile(r"\[(\d+)\]|\.([^.\[]+)")
+
 
 def read_cell(file: BinaryIO, version: Any, cell: TableCell) -> bytes:
-    """The bytes in a cell of an open Parquet file; `version` tells that file from any other.
+    """The bytes in a cell of an open Parquet or Arrow file; `version` tells that file from any other.
 
-    Raises OSError for a cell that is not there, ArrowException.
+    A cell may hold its image as base64 text. Raises OSError for a cell that is not there, ArrowException.
     """
+    file.seek(0)
+    is_parquet = file.read(4) == b"PAR1"
+    column, steps = _column(cell.column)
+    if is_parquet:
+        value = _parquet_value(file, version, cell.row, column if steps[:1] and steps[0][0] else cell.column)
+    else:
+        value = _arrow_value(file, version, cell.row, column)
+    for number, name in steps:
+        if number:
+            value = value[int(number)] if isinstance(value, list) and int(number) < len(value) else None
+        elif isinstance(value, dict):
+            value = value.get(name)
+    if isinstance(value, dict):
+        value = value.get("bytes")
+    if isinstance(value, str):
+        try:
+            value = base64.b64decode("".join(value.split()), validate=True)
+        except binascii.Error:
+            value = None
+    if not isinstance(value, bytes):
+        raise OSError(f"row {cell.row} of the table holds no bytes")
+    return value
+
+
+def _column(path: str) -> tuple[str, list[tuple[str, str]]]:
+    """The column of a path like `images[2].bytes`, and the steps inside it."""
+    match = re.search(r"(\[\d+\])?(\.bytes)?$", path)
+    start = match.start() if match else len(path)
+    return path[:start], _STEP.findall(path[start:])
+
+
+def _parquet_value(file: BinaryIO, version: Any, row: int, column: str) -> Any:
     from pyarrow import parquet
 
     footer = _footers.get(version, lambda: parquet.read_metadata(file))
     ends = np.cumsum([footer.row_group(group).num_rows for group in range(footer.num_row_groups)])
-    if not len(ends) or cell.row >= ends[-1]:
-        raise OSError(f"the table has no row {cell.row}")
-    group = int(np.searchsorted(ends, cell.row, "right"))
+    if not len(ends) or row >= ends[-1]:
+        raise OSError(f"the table has no row {row}")
+    group = int(np.searchsorted(ends, row, "right"))
 
     def load() -> Any:
         with parquet.ParquetFile(file, metadata=footer, pre_buffer=False) as opened:
-            return opened.read_row_group(group, columns=[cell.column], use_threads=False)
+            return opened.read_row_group(group, columns=[column], use_threads=False)
 
-    table = _groups.get((version, group, cell.column), load)
+    table = _groups.get((version, group, column), load)
     if table.num_columns != 1:
-        raise OSError(f"the table has no column {cell.column}")
-    value = table.column(0)[cell.row - int(ends[group] - footer.row_group(group).num_rows)].as_py()
-    value = value.get("bytes") if isinstance(value, dict) else value
-    if not isinstance(value, bytes):
-        raise OSError(f"row {cell.row} of the table holds no bytes")
-    return value
+        raise OSError(f"the table has no column {column}")
+    return table.column(0)[row - int(ends[group] - footer.row_group(group).num_rows)].as_py()
+
+
+def _arrow_value(file: BinaryIO, version: Any, row: int, column: str) -> Any:
+    import pyarrow as pa
+
+    def load() -> Any:
+        try:  # of a local file the system keeps in memory what is read of it
+            buffer = pa.py_buffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
+        except (OSError, ValueError):
+            file.seek(0)
+            buffer = pa.py_buffer(file.read())
+        is_file = buffer[:6].to_pybytes() == b"ARROW1"
+        return (pa.ipc.open_file(buffer) if is_file else pa.ipc.open_stream(buffer)).read_all()
+
+    table = _groups.get((version, "arrow"), load)
+    if row >= table.num_rows:
+        raise OSError(f"the table has no row {row}")
+    if table.schema.names.count(column) != 1:
+        raise OSError(f"the table has no column {column}")
+    return table.column(column)[row].as_py()

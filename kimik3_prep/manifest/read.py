@@ -1,14 +1,18 @@
-"""The manifest: one row per item, read as a stream, every problem of the file reported at once.
+"""Any source to items: JSON, cells, Parquet, Arrow, tars, folders, patterns; every problem of the source at once.
 
-A row is a JSON object (or a Parquet row) with the fields of `README.md`'s manifest table. Rows end up in an Arrow table
-of `ITEM_SCHEMA`, because a million Python objects would not fit where a million columns entries do.
+A row is a JSON object (or a row of a table) with the fields of `README.md`'s manifest table. Items end up in an Arrow
+table of `ITEM_SCHEMA`, because a million Python objects would not fit where a million column entries do.
 """
 
 from __future__ import annotations
 
+import bz2
+import csv
 import glob
 import gzip
 import hashlib
+import io
+import lzma
 import os
 import re
 import sys
@@ -19,22 +23,26 @@ from dataclasses import dataclass
 from functools import partial
 from io import BufferedReader
 from itertools import islice
-from typing import Any, BinaryIO, cast
+from typing import Any, cast
 
 import numpy as np
 import pyarrow as pa
 
-from kimik3_prep import remote, strict_json
-from kimik3_prep.errors import InputError, Problem
-from kimik3_prep.manifest.columns import table_rows
-from kimik3_prep.manifest.row import MAX_PROBLEMS, Item, Report, kind, read_item, show
-from kimik3_prep.manifest.tar import looks_like_a_tar, tar_rows
+from kimik3_prep import remote
+from kimik3_prep.errors import Problem
+from kimik3_prep.manifest.columns import arrow_rows, parquet_rows
+from kimik3_prep.manifest.folder import Folder, files_of, image_rows, saved_dataset
+from kimik3_prep.manifest.magic import START, SUFFIXES, kind_of
+from kimik3_prep.manifest.report import MAX_PROBLEMS, PassedOver, Report, show
+from kimik3_prep.manifest.row import NO_SELECTION, Item, Row, Selection, read_row
+from kimik3_prep.manifest.tar import tar_rows
+from kimik3_prep.manifest.text import text_rows
 from kimik3_prep.remote import parent, scheme
 
 ITEM_SCHEMA = pa.schema(
     [
         ("item", pa.int64()),  # 0-based manifest row
-        ("line", pa.int64()),  # 1-based line of the file (row number for Parquet)
+        ("line", pa.int64()),  # 1-based line of the file (row number for tables, tars and folders)
         ("id", pa.large_string()),
         ("image", pa.large_string()),  # as written; the features file for local items
         ("path", pa.string()),  # preprocessing path: deferred | local
@@ -48,146 +56,156 @@ ITEM_SCHEMA = pa.schema(
 )
 
 _BATCH = 16_384
-_START = 512  # bytes that tell what kind of file it is
 _PIECE = 4 << 20  # bytes of a manifest at a URL that are asked for at a time
+_LETTERS = "*?["
+_BRACES = re.compile(r"\{([^{}]*)\}")
+_RANGE = re.compile(r"(\d+)\.\.(\d+)$")
 
-_MOST_OF_A_ROW = 256 << 20  # bytes; a row is several times in memory while it is read
-_SHORTER = "a path or a URL of the image", "write what a data: URL of this size holds into a file"
-
-#: The first line of a JSON file that holds all rows in one value: `[`, `{`, or a list whose first rows follow.
-_SPREAD = re.compile(rb"[\[{]|\[.*[\[{,]", re.DOTALL)
+#: What reading may raise where a file cannot be read on.
+_CANNOT_READ = (OSError, EOFError, UnicodeError, zlib.error, lzma.LZMAError, csv.Error, pa.ArrowException)
 
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """A manifest without problems.
-
-    items: Arrow table of `ITEM_SCHEMA`. base: folder, or URL of one, that relative image paths start from.
-    digest: sha256 of the lines read (decompressed) or of the Parquet file, so that a resume notices another manifest.
-    """
+    """A source without problems."""
 
     items: pa.Table
+    """Arrow table of `ITEM_SCHEMA`."""
     base: str
+    """Folder, or URL of one, that relative image paths start from."""
     digest: str
+    """sha256 of the lines read (decompressed) or of the tables, so that a resume notices another manifest."""
     name: str
+    """The source, as people call it."""
+    rows: int = 0
+    """Rows that were read, also those that name no image."""
+    warnings: tuple[Problem, ...] = ()
+    """What a person should know, although nothing stops at it."""
+    passed_over: tuple[PassedOver, ...] = ()
+    """What the source holds that became no item."""
 
 
-def read_manifest(path: str, limit: int | None = None) -> Manifest:
-    """Read a manifest at a path or URL: JSON Lines (may be gzip), Parquet, a tar of images, or a pattern for several.
+def read_manifest(
+    path: str, limit: int | None = None, select: Selection = NO_SELECTION, image_dir: str | None = None
+) -> Manifest:
+    """Read a source at a path or URL: a file of rows, a table, a tar, a folder, or a pattern for several.
 
-    `-` is standard input, `limit` the first rows only.
+    `-` is standard input, `limit` the first rows only. image_dir: where relative paths start; without it, where the
+    source lies.
 
-    Raises InputError with every problem of the file: syntax, fields, duplicate ids, items that are no images.
+    Raises InputError with every problem of the source: syntax, fields, duplicate ids, items that are no images.
     """
     report = Report()
     digest = hashlib.sha256()
+    if select != NO_SELECTION:
+        digest.update(repr(select).encode())
     name = "<stdin>" if path == "-" else path
-    rows: list[Item] = []
+    base = base_of(path) if image_dir is None else image_dir if scheme(image_dir) else os.path.abspath(image_dir)
+    source = _Source(path, name, base, select, digest, report)
+    items: list[Item] = []
     batches: list[pa.RecordBatch] = []
-    line = 0
+    number = -1
+    place = ""
+    fields: list[str] = []
     try:
         # Stops in front of the first row too many: nothing that stands there is a problem or part of the digest.
-        for number, (line, row) in enumerate(islice(_rows(path, name, digest, report), limit)):
-            item = read_item(number, line, row, f"{name}:{line}", report) if row is not None else None
-            if item is not None:
-                rows.append(item)
-            if len(rows) == _BATCH:
-                batches.append(_batch(rows))
-    except (OSError, EOFError, UnicodeDecodeError, zlib.error, pa.ArrowException) as error:
-        hint = "`kimik3-prep manifest FOLDER` makes one" if isinstance(error, IsADirectoryError) else ""
-        report.add_first(Problem(f"{name}:{line}" if line else name, _cannot_read(error, line), hint=hint))
-    batches.append(_batch(rows))
-    items = pa.Table.from_batches(batches, ITEM_SCHEMA)
-    _check_unique_ids(items, name, report)
-    if not items.num_rows and not report.total:
-        report.add(name, "the manifest has no items", 'one JSON object per line, for example {"image": "a.jpg"}')
-    if report.total:
-        raise InputError(report.problems, report.total)
-    return Manifest(items, base_of(path), digest.hexdigest(), name)
+        for number, row in enumerate(islice(source.rows(), limit)):
+            place = row.place
+            fields = fields or list(row.fields or ())[:20]
+            items += read_row(row, number, f"{name}:{place}", report, select)
+            if len(items) >= _BATCH:
+                batches.append(_batch(items, batches))
+    except _CANNOT_READ as error:
+        report.add_first(Problem(f"{name}:{place}" if place else name, _cannot_read(error, place)))
+    batches.append(_batch(items, batches))
+    table = pa.Table.from_batches(batches, ITEM_SCHEMA)
+    _check_unique_ids(table, name, report)
+    if not table.num_rows and not report.total:
+        _nothing_found(name, fields, select, report)
+    report.raise_problems()
+    return Manifest(table, base, digest.hexdigest(), name, number + 1, report.all_warnings(name), report.passed_over)
 
 
-def _batch(rows: list[Item]) -> pa.RecordBatch:
-    """The rows as columns; the list is empty afterwards."""
-    columns = list(zip(*rows, strict=True)) or [()] * len(ITEM_SCHEMA)
-    rows.clear()
+def _batch(items: list[Item], before: list[pa.RecordBatch]) -> pa.RecordBatch:
+    """The items as columns, numbered after those before; the list is empty afterwards."""
+    first = sum(batch.num_rows for batch in before)
+    columns = list(zip(*items, strict=True)) or [()] * len(ITEM_SCHEMA)
+    columns[0] = tuple(range(first, first + len(items)))
+    items.clear()
     arrays = [pa.array(values, field.type) for values, field in zip(columns, ITEM_SCHEMA, strict=True)]
     return pa.RecordBatch.from_arrays(arrays, schema=ITEM_SCHEMA)
 
 
-def base_of(path: str) -> str:
-    """Where a manifest's relative paths start: in its folder, also where that is at a URL.
-
-    In the working folder for standard input, and for the pipe that a shell makes of `<(…)`.
-    """
-    if is_pattern(path):
-        path = path[: min(path.find(letter) for letter in "*?[" if letter in path)] + "x"
-    if scheme(path):
-        return parent(path)
-    folder = os.path.dirname(os.path.abspath(path))
-    is_pipe = path in ("-", "/dev/stdin") or folder == "/dev/fd" or folder.startswith("/proc/")
-    return os.getcwd() if is_pipe else folder
+def _nothing_found(name: str, fields: list[str], select: Selection, report: Report) -> None:
+    if not fields:
+        left = "".join(f"; passed over: {each.count:,} {each.kind}" for each in report.passed_over)
+        report.add(name, f"the manifest has no items{left}", 'one JSON object per line, for example {"image": "a.jpg"}')
+        return
+    expected = " or ".join(select.image_fields) or "a path, a URL or the bytes of an image in one of their fields"
+    hint = f"--image-field NAME says which field it is; the rows have {', '.join(map(show, fields))}"
+    report.add(name, "no row names an image", expected, hint)
 
 
-def _cannot_read(error: Exception, line: int) -> str:
-    what = "cannot read on after this line" if line else "cannot read the manifest"
+def _cannot_read(error: Exception, place: str) -> str:
+    what = "cannot read on after this line" if place else "cannot read the manifest"
     if isinstance(error, OSError) and error.strerror:
         return f"{what}: {error.strerror}"
     return f"{what}: {error}"
 
 
-# --- rows ---------------------------------------------------------------------------------------------------------
+# --- where a source lies ------------------------------------------------------------------------------------------
 
 
-def _rows(path: str, name: str, digest: Any, report: Report) -> Iterator[tuple[int, dict[str, Any] | None]]:
-    """`(line, row)` for every non-blank line; None for a row whose syntax is a problem already reported.
+def base_of(path: str) -> str:
+    """Where a source's relative paths start: in its folder, also where that is at a URL; in a folder, there.
 
-    The lines of a tar or a Parquet file are its images or rows, counted from 1 on through all files of a pattern.
+    In the working folder for standard input, and for the pipe that a shell makes of `<(…)`.
     """
-    parts = matches(path) if is_pattern(path) else None
-    line = 0
-    for part in [path] if parts is None else parts:
-        with opened(part) as file:
-            start = file.peek(_START)[:_START]
-            kind = "Parquet" if start[:4] == b"PAR1" else "a tar" if looks_like_a_tar(start) else ""
-            if kind and not scheme(part) and not os.path.isfile(part):
-                raise OSError(f"it is {kind}, which is not read from front to end: name the file, a pipe has no end")
-            if kind:
-                rows = table_rows if kind == "Parquet" else tar_rows
-                for row in rows(file, _relative(part, base_of(path)), name if parts is None else part, digest, report):
-                    line += 1
-                    yield line, row
-            elif parts is not None:
-                report.add(part, "neither a tar nor a Parquet file", "only these where a pattern names the manifest")
-            elif start[:2] == b"\x1f\x8b":
-                with gzip.open(file) as plain:
-                    if looks_like_a_tar(cast("BufferedReader", plain).peek(_START)[:_START]):
-                        raise OSError("it is a compressed tar, whose images have no offsets: decompress it first")
-                    yield from json_rows(cast("BinaryIO", plain), name, digest, report)
-            else:
-                yield from json_rows(file, name, digest, report)
-
-
-def _relative(part: str, base: str) -> str:
-    """What image strings call a file: its path from the folder that relative paths start from."""
-    if scheme(part):
-        return part if "?" in part else part.removeprefix(f"{base}/")
-    return os.path.relpath(os.path.abspath(part), base)
+    if is_pattern(path):
+        path = path[: min(path.find(letter) for letter in f"{_LETTERS}{{" if letter in path)] + "x"
+    if scheme(path):
+        return path.rstrip("/") if path.endswith("/") else parent(path)
+    if path != "-" and os.path.isdir(path):
+        return os.path.abspath(path)
+    folder = os.path.dirname(os.path.abspath(path))
+    is_pipe = path in ("-", "/dev/stdin") or folder == "/dev/fd" or folder.startswith("/proc/")
+    return os.getcwd() if is_pipe else folder
 
 
 def is_pattern(path: str) -> bool:
-    """Whether a manifest's name stands for several files: `shards/*.tar`. A file of that very name comes first."""
+    """Whether a source's name stands for several files: `shards/*.tar`. A file of that very name comes first."""
     address = scheme(path)
-    if address in ("http", "https"):  # there, a question mark begins what is no path
+    if address in ("http", "https") and not _BRACES.search(path):  # there, a question mark begins what is no path
         return False
-    return any(letter in path for letter in "*?[") and (address is not None or not os.path.lexists(path))
+    letters = any(letter in path for letter in _LETTERS) or _BRACES.search(path) is not None
+    return letters and (address is not None or not os.path.lexists(path))
 
 
 def matches(pattern: str) -> list[str]:
-    """The files that a pattern names, sorted. Raises OSError where there are none."""
-    found = remote.glob(pattern) if scheme(pattern) else glob.glob(pattern, recursive=True)
+    """The files that a pattern names, sorted for each of its braces. Raises OSError where there are none."""
+    found: list[str] = []
+    for each in _without_braces(pattern):
+        if any(letter in each for letter in _LETTERS) and scheme(each) not in ("http", "https"):
+            found += sorted(remote.glob(each) if scheme(each) else glob.glob(each, recursive=True))
+        else:
+            found.append(each)
     if not found:
         raise OSError("no file matches")
-    return sorted(found)
+    return found
+
+
+def _without_braces(pattern: str) -> list[str]:
+    """`shard-{000..009}.tar` and `{train,val}.tar` as the names that a shell makes of them."""
+    match = _BRACES.search(pattern)
+    if match is None:
+        return [pattern]
+    words = match[1].split(",")
+    if numbers := _RANGE.match(match[1]):
+        first, last, width = int(numbers[1]), int(numbers[2]), len(numbers[1])
+        words = [str(number).zfill(width) for number in range(first, min(last, first + 10**6) + 1)]
+    return [
+        each for word in words for each in _without_braces(pattern[: match.start()] + word + pattern[match.end() :])
+    ]
 
 
 def opened(path: str) -> AbstractContextManager[BufferedReader]:
@@ -195,54 +213,138 @@ def opened(path: str) -> AbstractContextManager[BufferedReader]:
     if scheme(path):
         return BufferedReader(remote.opened(path), _PIECE)
     if path != "-":
-        return open(path, "rb")
+        return open(path, "rb", 1 << 16)  # type: ignore[return-value]  # a BufferedReader, whatever its size
     if sys.stdin is None:  # so it is where a shell closed it: `<&-`
         raise OSError("standard input is closed")
     return nullcontext(cast("BufferedReader", sys.stdin.buffer))
 
 
-def json_rows(file: BinaryIO, name: str, digest: Any, report: Report) -> Iterator[tuple[int, dict[str, Any] | None]]:
-    """`(line, row)` of JSON Lines; None for a row whose syntax is a problem already reported."""
-    first = True
-    for line, raw in enumerate(iter(partial(file.readline, _MOST_OF_A_ROW + 1), b""), 1):
-        digest.update(raw)
-        if len(raw) > _MOST_OF_A_ROW:
-            report.add(f"{name}:{line}", f"a row of more than {_MOST_OF_A_ROW >> 20} MiB", *_SHORTER)
-            while raw and not raw.endswith(b"\n"):
-                digest.update(raw := file.readline(_MOST_OF_A_ROW))
-            yield line, None
-            continue
-        text = raw.strip()
-        if line == 1:
-            text = text.removeprefix(b"\xef\xbb\xbf").strip()
-        if not text:
-            continue
-        where = f"{name}:{line}"
-        try:
-            row = strict_json.parse_line(text, where)
-        except strict_json.JsonProblem as problem:
-            if first and _SPREAD.fullmatch(text):
-                report.add(where, "one JSON value spread over several lines", *_per_line(text))
-                return  # every line that follows would be a problem of its own
-            report.add_problem(problem.problem)
-            if raw.startswith((b"\xff\xfe", b"\xfe\xff")):  # UTF-16: the same
-                return
-            row = None
+def name_from(base: str, path: str) -> str:
+    """What image strings call a file: its path from the folder that relative paths start from."""
+    if scheme(path):
+        return path if "?" in path else path.removeprefix(f"{base}/")
+    if scheme(base):
+        return os.path.abspath(path)
+    relative = os.path.relpath(os.path.abspath(path), base)
+    return f"./{relative}" if relative[:5].lower() == "data:" else relative
+
+
+# --- rows ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class _Source:
+    """A source while it is read."""
+
+    path: str
+    name: str
+    base: str
+    select: Selection
+    digest: Any
+    report: Report
+
+    def rows(self) -> Iterator[Row]:
+        """The rows of all its files. Those of tables, tars and several files are counted from 1 on through all."""
+        if self.path != "-" and not is_pattern(self.path) and _is_folder(self.path):
+            yield from self._folder_rows(self.path)
+        elif is_pattern(self.path):
+            yield from self._part_rows(matches(self.path))
         else:
-            if not isinstance(row, dict):
-                report.add(where, f"a row that is {kind(row)}", *_per_line(text))
-                row = None
-        first = False
-        yield line, row
+            yield from self._file_rows(self.path, self.name)
+
+    def _part_rows(self, parts: list[str]) -> Iterator[Row]:
+        number = 0
+        for part in parts:
+            is_folder = not scheme(part) and os.path.isdir(part)
+            for row in self._folder_rows(part) if is_folder else self._file_rows(part, part):
+                number += 1
+                yield row._replace(place=str(number))
+
+    def _folder_rows(self, path: str) -> Iterator[Row]:
+        """The rows of a folder: of its tars, else of its tables, else its images, else its lists."""
+        files = saved_dataset(path)
+        if files is not None:
+            yield from self._part_rows([_joined(path, file) for file in files])
+            return
+        folder = Folder.of(iter(files_of(path, self.report)))
+        parts = folder.tars or (folder.tables if not folder.images or self._hold_images(path, folder.tables) else [])
+        if parts:
+            rest = (folder.images, folder.metadata, folder.lists, [] if parts is folder.tables else folder.tables)
+            folder.pass_over(self.report, *rest)
+            yield from self._part_rows([_joined(path, part) for part in parts])
+        elif folder.images:
+            for image in folder.images:
+                self.digest.update(f"{image}\0".encode())
+            folder.pass_over(self.report, folder.lists, folder.tables)
+            said = (row for part in folder.metadata for row in self._metadata(path, part))
+            yield from image_rows(folder.images, said, partial(self._name_below, path), self.report)
+        else:
+            folder.pass_over(self.report)
+            yield from self._part_rows([_joined(path, part) for part in (*folder.metadata, *folder.lists)])
+
+    def _name_below(self, folder: str, name: str) -> str:
+        return name_from(self.base, _joined(folder, name))
+
+    def _metadata(self, folder: str, file: str) -> Iterator[tuple[str, Row]]:
+        """The rows of a file that describes images, each with its place."""
+        name = f"{self.name}/{file}"
+        for row in self._file_rows(_joined(folder, file), name):
+            yield file, row
+
+    def _hold_images(self, folder: str, tables: list[str]) -> bool:
+        """Whether a folder's tables hold images: the others are lists of what lies beside them."""
+        if not tables:
+            return False
+        probe = _Source(self.path, self.name, self.base, self.select, hashlib.sha256(), Report())
+        return any(row.cells for row in islice(probe._file_rows(_joined(folder, tables[0]), ""), 1))
+
+    def _file_rows(self, path: str, name: str) -> Iterator[Row]:
+        with opened(path) as file:
+            start = file.peek(START)[:START]
+            kind = kind_of(start)
+            if kind.role in ("parquet", "tar", "arrow") and not scheme(path) and not os.path.isfile(path):
+                what = f"it is {kind.name}, which is not read from front to end"
+                raise OSError(f"{what}: name the file, a pipe has no end")
+            address = name_from(self.base, path)
+            if kind.role == "packed":
+                yield from self._packed_rows(file, kind.name, name)
+            elif kind.role == "parquet":
+                yield from parquet_rows(file, address, name, self.digest, self.report, self.select)
+            elif kind.role == "arrow":
+                yield from arrow_rows(file, address, name, self.digest, self.report, self.select)
+            elif kind.role == "tar":
+                yield from tar_rows(file, address, name, self.digest, self.report)
+            elif kind.role == "image" or (kind.role == "text" and os.path.splitext(path)[1].lower() in SUFFIXES):
+                self.digest.update(f"{address}\0".encode())
+                yield Row("1", {"image": address})
+            elif kind.role == "text":
+                yield from text_rows(file, name, self.digest, self.report)
+            else:
+                self.report.add(name, f"it is {kind.name}", "rows, tables, tars or images", kind.way)
+
+    def _packed_rows(self, file: BufferedReader, packing: str, name: str) -> Iterator[Row]:
+        with _unpacked(file, packing) as plain:
+            kind = kind_of(plain.peek(START)[:START])
+            if kind.role != "text":
+                raise OSError(
+                    f"it is {kind.name} that is compressed, whose images have no offsets: decompress it first"
+                )
+            yield from text_rows(plain, name, self.digest, self.report)
 
 
-def _per_line(text: bytes) -> tuple[str, str]:
-    """What is expected of a line, and how to get there from other JSON."""
-    hints = {
-        b"[": "`kimik3-prep manifest rows.json -o manifest.jsonl` makes lines of a list",
-        b"{": "`jq -c .` makes one line of it",
-    }
-    return "a JSON object on one line", hints.get(text[:1], "")
+def _is_folder(path: str) -> bool:
+    return remote.is_folder(path) if scheme(path) else os.path.isdir(path)
+
+
+def _joined(folder: str, name: str) -> str:
+    return f"{folder.rstrip('/')}/{name}" if scheme(folder) else os.path.join(folder, name)
+
+
+def _unpacked(file: BufferedReader, packing: str) -> BufferedReader:
+    if packing == "zstd":
+        return io.BufferedReader(cast("io.RawIOBase", pa.CompressedInputStream(pa.PythonFile(file), "zstd")))
+    kinds: dict[str, Any] = {"gzip": gzip.open, "bz2": bz2.open, "xz": lzma.open}
+    return cast("BufferedReader", kinds[packing](file))
 
 
 # --- ids ----------------------------------------------------------------------------------------------------------
@@ -257,7 +359,7 @@ def _check_unique_ids(items: pa.Table, name: str, report: Report) -> None:
     order = np.argsort(indices, kind="stable")
     repeats = order[1:][np.diff(indices[order]) == 0]
     _, first = np.unique(indices, return_index=True)
-    hint = 'give the rows an "id" of their own; rows may name the same image'
+    hint = 'give the rows an "id" of their own, or name a field of theirs with --id-field, or --number-rows'
     for row in np.sort(repeats)[:MAX_PROBLEMS]:
         code = indices[row]
         what = f"id {show(codes.dictionary[code].as_py())} stands on line {lines[first[code]]} already"

@@ -95,11 +95,6 @@ class ShardWriter:
         """Return the byte where a patch begins in the unfinished file."""
         return self._data + patch * self._form.patch_bytes
 
-    def write(self, start: int, patches: memoryview) -> None:
-        """Store whole patches, given as bytes, from patch `start` on. Raises DiskRefuses."""
-        with disk_errors(self._path, self._size):
-            self._write(self.offset(start), patches)
-
     def finish(self, kept: Sequence[tuple[tuple[int, int, int], int, int]]) -> list[tuple[int, int]]:
         """Close the gaps that failed images left, write header and grids, make the file durable under its name.
 
@@ -131,7 +126,7 @@ class ShardWriter:
         return placed
 
     def abort(self) -> None:
-        """Remove the unfinished file. No thread may write any more."""
+        """Remove the unfinished file. What a worker still writes is lost with it."""
         self._close()
         self.temporary.unlink(missing_ok=True)
 

@@ -20,14 +20,13 @@ import pyarrow.compute as pc
 from pyarrow import parquet
 
 from kimik3_prep import strict_json
-from kimik3_prep.checkpoint.grid import Grid
 from kimik3_prep.errors import InputError, ItemError, Problem
 from kimik3_prep.manifest.read import ITEM_SCHEMA
 from kimik3_prep.manifest.row import short_image
 from kimik3_prep.output.recipe import FORMAT, METADATA_KEY, canonical_json
 
 if TYPE_CHECKING:
-    from kimik3_prep.images.source import Stamp
+    pass
 
 #: Preprocessing paths in the order their shards are filled; the group names a shard: `cpu-00000`.
 GROUPS = ("cpu", "gpu", "local")
@@ -91,73 +90,6 @@ _AT_ONCE = 16_384  # index rows that are Python objects at a time: one image may
 # --- plan rows ------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class PlannedItem:
-    """One stored image and where its patches go: `pixel_values[patch_start : patch_start + patch_count]`."""
-
-    image: str
-    """As the manifest names it."""
-
-    content_hash: str | None
-    """What the manifest promises, or what was read while planning."""
-
-    mode: str | None
-    """Of the header; None where no header was read."""
-
-    width: int
-    height: int
-    """Pixels: of the header where `probed`, else of the manifest; 0 for local items that give none."""
-
-    probed: bool
-    """Whether the header was read."""
-
-    source_size: int | None
-    source_mtime_ns: int | None
-    """Of the file whose header was read."""
-
-    grid: Grid
-
-    in_patch_limit: int | None
-    """What the config's limit was lowered to for this image; None where it was not."""
-
-    row: int
-    patch_start: int
-
-    @property
-    def patch_count(self) -> int:
-        """Number of patches."""
-        return self.grid.patches
-
-    @property
-    def stamp(self) -> Stamp | None:
-        """The version of the file whose header was read; None where none was."""
-        from kimik3_prep.images.source import Stamp  # inside: readers of a finished run need no image library
-
-        if self.source_size is None or self.source_mtime_ns is None:
-            return None
-        return Stamp(self.source_size, self.source_mtime_ns)
-
-
-@dataclass(frozen=True, slots=True)
-class ShardPlan:
-    """One shard of a plan."""
-
-    name: str
-    group: str
-
-    items: tuple[PlannedItem, ...]
-    """Its stored images in row order."""
-
-    rows: pa.Table
-    """The plan rows that refer to them, a table of `PLAN_SCHEMA`."""
-
-    @property
-    def patches(self) -> int:
-        """Length of the shard's `pixel_values`."""
-        last = self.items[-1]
-        return last.patch_start + last.patch_count
-
-
 def split_shards(tables: Iterator[pa.Table]) -> Iterator[tuple[str | None, pa.Table]]:
     """Cut a stream of plan tables where the shard changes: `(shard name, its rows)`, None for the failed rows."""
     held: list[pa.Table] = []
@@ -175,38 +107,6 @@ def split_shards(tables: Iterator[pa.Table]) -> Iterator[tuple[str | None, pa.Ta
             held.append(table.slice(begin, end - begin))
     if held:
         yield name, pa.concat_tables(held)
-
-
-def shard_plan(name: str, rows: pa.Table) -> ShardPlan:
-    """Return the shard that `rows`, all plan rows of one shard, describe."""
-    first = np.flatnonzero(np.diff(rows["row"].to_numpy(), prepend=-1))  # several rows may name one image
-    items = tuple(_planned_item(row) for row in rows.take(pa.array(first)).to_pylist())
-    return ShardPlan(name, name.rpartition("-")[0], items, rows)
-
-
-def one_item(row: pa.Table) -> PlannedItem:
-    """Return the stored image of one plan row that has not failed."""
-    return _planned_item(row.to_pylist()[0])
-
-
-def _planned_item(row: dict[str, Any]) -> PlannedItem:
-    return PlannedItem(
-        image=row["image"],
-        content_hash=row["content_hash"],
-        mode=row["mode"],
-        width=row["width"] or 0,
-        height=row["height"] or 0,
-        probed=row["format"] is not None,
-        source_size=row["source_size"],
-        source_mtime_ns=row["source_mtime_ns"],
-        grid=Grid(*(row[field] or 0 for field in GRID_FIELDS)),
-        in_patch_limit=row["in_patch_limit"],
-        row=row["row"],
-        patch_start=row["patch_start"],
-    )
-
-
-# --- index rows -----------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ import pyarrow.compute as pc
 
 from kimik3_prep.checkpoint.levels import DTYPES
 from kimik3_prep.errors import Problem
+from kimik3_prep.manifest.report import PassedOver
 from kimik3_prep.output.folder import Output
 from kimik3_prep.output.tables import GROUPS
 
@@ -68,6 +69,8 @@ class PlanSummary:
     """Images by their tokens."""
     warnings: tuple[Problem, ...] = ()
     """What the reader should know, and nothing stops at."""
+    passed_over: tuple[PassedOver, ...] = ()
+    """What the source holds that became no item, by kind."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,6 +105,8 @@ class RunSummary:
     """The run wrote an index and no shards."""
     warnings: tuple[Problem, ...] = ()
     """What the reader should know, and nothing stops at."""
+    passed_over: tuple[PassedOver, ...] = ()
+    """What the source holds that became no item, by kind."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,6 +139,8 @@ class RangeSummary:
     """Shards of the whole run."""
     warnings: tuple[Problem, ...] = ()
     """What the reader should know, and nothing stops at."""
+    passed_over: tuple[PassedOver, ...] = ()
+    """What the source holds that became no item, by kind."""
 
 
 _FAILURE = list(Failure._fields)

@@ -21,8 +21,13 @@ from kimik3_prep.checkpoint.grid import Grid
 from kimik3_prep.checkpoint.levels import DTYPES, Levels, Normaliser, level_table
 
 _BAND = 256  # image rows composited at a time, so that float temporaries stay small
-_BLOCK_PIXELS = 1 << 16  # of one block of patches: all that a block becomes on its way fits into the second-level cache
+_BLOCK_PIXELS = 1 << 16  # of a block of patches: numpy's loops are long enough, and the block stays in a cache
+_DEVICE_CHANNELS = {"L": 1, "LA": 2, "RGB": 3, "RGBA": 4}
 _FLAT = {"white": 255, "black": 0, "gray": 128}
+
+
+#: The mode of pixels that are resized and over their background; see `pixels_for_device`.
+FINISHED = "finished"
 
 
 def write_patches(
@@ -51,6 +56,17 @@ def rgb_pixels(image: Image.Image, grid: Grid, config: PreprocessorConfig) -> Le
     if config.fill_stage == "after_resize":
         image = fill_background(image, config.background)
     return _pixels_of(image)
+
+
+def pixels_for_device(image: Image.Image, grid: Grid, config: PreprocessorConfig) -> tuple[str, Levels]:
+    """What a device is given of a loaded image: its mode and its pixels, uint8 `[h, w, c]`, contiguous.
+
+    A mode that no device resizes exactly is resized and over its background already, and called `FINISHED`.
+    """
+    exact = image.mode in _DEVICE_CHANNELS and (image.mode == "RGB" or "transparency" not in image.info)
+    if not exact:
+        return FINISHED, np.ascontiguousarray(rgb_pixels(image, grid, config)[..., :3])
+    return image.mode, np.array(image).reshape(image.height, image.width, _DEVICE_CHANNELS[image.mode])
 
 
 def fill_background(image: Image.Image, background: Background | None) -> Image.Image:
@@ -93,7 +109,7 @@ def _pixels_of(image: Image.Image) -> Levels:
         lent = pa.array(image)
     except ValueError:  # the pixels lie in several blocks: allocated before this process asked for one
         return np.array(image)
-    return np.asarray(lent.flatten()).reshape(image.height, image.width, 4)
+    return np.frombuffer(lent.buffers()[-1], np.uint8).reshape(image.height, image.width, 4)
 
 
 # --- patches ------------------------------------------------------------------------------------------------------
@@ -102,13 +118,13 @@ def _pixels_of(image: Image.Image) -> Levels:
 class PatchMaker:
     """Cuts RGB pixels into normalised patches, a block at a time, in buffers it keeps: for one thread.
 
-    A block stays in the processor's second-level cache from step to step, and memory that is used again costs no page
-    faults.
+    A block stays in the processor's second-level cache from step to step.
     """
 
     def __init__(self, config: PreprocessorConfig, dtype: str) -> None:
         self._patch = config.patch_size
         self._normalise = None if DTYPES[dtype].holds_levels else Normaliser(_table(config), DTYPES[dtype])
+        self._dtype = DTYPES[dtype].numpy
         self._buffers: dict[str, npt.NDArray[Any]] = {}
 
     def blocks(self, pixels: Levels, grid: Grid) -> Iterator[npt.NDArray[Any]]:
@@ -119,16 +135,18 @@ class PatchMaker:
         patch, cols = self._patch, grid.cols
         whole = _whole_pixels(pixels)
         rows = max(1, min(grid.rows, _BLOCK_PIXELS // (cols * patch * patch)))
-        tiles = self._buffer("tiles", np.dtype("<u4"), rows, cols, patch, patch)
-        levels = self._buffer("levels", np.dtype("u1"), rows * cols, 3, patch, patch)
+        tiles = self._buffer("tiles", "<u4", rows, cols, patch, patch)
+        levels = self._buffer("levels", np.uint8, rows * cols, 3, patch, patch)
         for first in range(0, grid.rows, rows):
             count = min(rows, grid.rows - first)
             _cut(whole[first * patch : (first + count) * patch], tiles[:count])
             block = levels[: count * cols]
             _separate(tiles[:count].reshape(-1, patch, patch), block)
-            yield block if self._normalise is None else self._normalise(block)
+            if self._normalise is not None:
+                block = self._normalise(block, self._buffer("values", self._dtype, *block.shape))
+            yield block
 
-    def _buffer(self, name: str, dtype: np.dtype[Any], *shape: int) -> npt.NDArray[Any]:
+    def _buffer(self, name: str, dtype: npt.DTypeLike, *shape: int) -> npt.NDArray[Any]:
         """A view of the buffer of that name, which grows where it is too small."""
         size = math.prod(shape)
         if name not in self._buffers or self._buffers[name].size < size:
@@ -171,9 +189,10 @@ def _cut_rows(band: npt.NDArray[np.uint32], tiles: npt.NDArray[np.uint32]) -> No
 
 def _separate(tiles: npt.NDArray[np.uint32], levels: Levels) -> None:
     """Whole pixels `[n, p, p]`, which are used up, to `[n, 3, p, p]`, a plane for each channel."""
-    for channel in range(3):
-        np.copyto(levels[:, channel], tiles, casting="unsafe")  # keeps the lowest byte
+    np.copyto(levels[:, 0], tiles, casting="unsafe")  # keeps the lowest byte
+    for channel in (1, 2):
         np.right_shift(tiles, 8, out=tiles)
+        np.copyto(levels[:, channel], tiles, casting="unsafe")
 
 
 def lost_levels(config: PreprocessorConfig, dtype: str) -> int:

@@ -10,6 +10,7 @@ as the CPU backend does it, and join the batches there.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -20,13 +21,11 @@ from PIL import Image
 
 from kimik3_prep.checkpoint.config import Background, PreprocessorConfig
 from kimik3_prep.checkpoint.grid import Grid
-from kimik3_prep.checkpoint.levels import DTYPES, level_table
+from kimik3_prep.checkpoint.levels import DTYPES, Levels, level_table
 from kimik3_prep.errors import ItemError
-from kimik3_prep.pixels.cpu import backdrop, rgb_pixels
+from kimik3_prep.pixels.cpu import FINISHED, backdrop
 from kimik3_prep.pixels.resample import resize_bicubic
 from kimik3_prep.pixels.tensors import to_tensor, torch_dtype
-
-_CHANNELS = {"L": 1, "LA": 2, "RGB": 3, "RGBA": 4}
 
 
 class BatchKey(NamedTuple):
@@ -36,28 +35,6 @@ class BatchKey(NamedTuple):
     width: int
     height: int
     grid: Grid
-
-
-@dataclass(frozen=True, slots=True)
-class Upload:
-    """One image on its way to the device.
-
-    pixels: uint8 `[h, w, c]` on the CPU, of `key.mode`; already resized and over its background where `finished`.
-    """
-
-    key: BatchKey
-    pixels: torch.Tensor
-    finished: bool
-
-
-def upload(image: Image.Image, grid: Grid, config: PreprocessorConfig) -> Upload:
-    """Take a loaded image's pixels, doing on the CPU only what the device cannot do exactly."""
-    device_can = image.mode in _CHANNELS and (image.mode == "RGB" or "transparency" not in image.info)
-    if not device_can:
-        pixels = torch.from_numpy(np.ascontiguousarray(rgb_pixels(image, grid, config)[..., :3]))
-        return Upload(BatchKey("finished", grid.new_w, grid.new_h, grid), pixels, True)
-    pixels = torch.from_numpy(np.array(image)).view(image.height, image.width, _CHANNELS[image.mode])
-    return Upload(BatchKey(image.mode, image.width, image.height, grid), pixels, False)
 
 
 class DeviceBackend:
@@ -76,7 +53,7 @@ class DeviceBackend:
     def patches(self, key: BatchKey, batch: torch.Tensor) -> torch.Tensor:
         """`[n * grid.patches, 3, p, p]` in the storage dtype from uint8 `[n, h, w, c]`, both on the device."""
         grid = key.grid
-        if key.mode != "finished":
+        if key.mode != FINISHED:
             alpha = key.mode in ("LA", "RGBA")
             if self._config.fill_stage == "before_resize":
                 batch, alpha = self._rgb(batch), False
@@ -111,6 +88,12 @@ class DeviceBackend:
         return out
 
 
+@functools.lru_cache(maxsize=16)
+def device_backend(device: str, config: PreprocessorConfig, dtype: str) -> DeviceBackend:
+    """Return the backend of a torch device, made once for each config and storage dtype."""
+    return DeviceBackend(torch.device(device), config, dtype)
+
+
 def _patchify(batch: torch.Tensor, grid: Grid, patch: int) -> torch.Tensor:
     """uint8 `[n, h, w, 3]` to `[n * rows * cols, 3, p, p]`, zero padded right and below."""
     count, height, width, _ = batch.shape
@@ -141,12 +124,17 @@ class Batches:
         self._running: _Running | None = None
         self._down = torch.cuda.Stream(backend.device) if backend.device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
-    def add(self, tag: Any, image: Upload) -> None:
-        """Queue an image; runs a batch when its shape has enough of them, or when too much waits in all."""
-        self._waiting.setdefault(image.key, []).append((tag, image.pixels))
-        self._held += image.pixels.numel()
-        if _bytes(self._waiting[image.key]) >= self._limit:
-            self._run(image.key)
+    def add(self, tag: Any, mode: str, pixels: Levels, grid: Grid) -> None:
+        """Queue an image from `pixels_for_device`.
+
+        A batch runs when its shape has enough images, or when too much waits in all.
+        """
+        height, width = pixels.shape[:2]
+        key = BatchKey(mode, width, height, grid)
+        self._waiting.setdefault(key, []).append((tag, torch.from_numpy(pixels)))
+        self._held += pixels.size
+        if _bytes(self._waiting[key]) >= self._limit:
+            self._run(key)
         elif self._held >= 2 * self._limit:
             self._run(max(self._waiting, key=lambda key: _bytes(self._waiting[key])))
 

@@ -19,7 +19,7 @@ from PIL import Image, ImageDraw, ImageFont
 
 from kimik3_prep.disk import write_whole
 from kimik3_prep.errors import InputError, Problem
-from kimik3_prep.manifest.row import show
+from kimik3_prep.manifest.report import show
 from kimik3_prep.output.shard_file import Shard, open_shard
 from kimik3_prep.output.tables import read_index
 from kimik3_prep.reading import pictures

@@ -19,11 +19,9 @@ import pyarrow.compute as pc
 
 from kimik3_prep.checkpoint.levels import DTYPES
 from kimik3_prep.errors import FailedItem, InputError, ItemError, Problem, StoreError
-from kimik3_prep.images.address import resolve
 from kimik3_prep.output.folder import Output
 from kimik3_prep.output.recipe import METADATA_KEY, Recipe
 from kimik3_prep.output.shard_file import open_shard
-from kimik3_prep.output.tables import one_item
 
 #: An item: its id, or its manifest row from 0 (negative: from the end).
 Key = str | SupportsIndex
@@ -155,15 +153,13 @@ class StoredRun:
 
     def _computed(self, row: int) -> npt.NDArray[np.uint8]:
         """The levels of an item, from its image. Raises FailedItem where that is not the one that was indexed."""
-        from kimik3_prep.run.compute import features
+        from kimik3_prep.run.item import item_patches, planned_items
 
         base, recipe, planned = self._recipe
-        item = one_item(planned.slice(row, 1))
+        (item,) = planned_items(planned.slice(row, 1))
         try:
             # A copy of a file has another time.
-            levels, content_hash = features(item, resolve(item.image, base), recipe, same_file=self._images is None)
-            if item.content_hash not in (None, content_hash):
-                raise ItemError("content_hash_mismatch", f"the file's is {content_hash}")
+            _, levels = item_patches(item, base, recipe, same_file=self._images is None)
         except ItemError as error:
             raise self._failed(row, error) from error
         return levels

@@ -29,22 +29,21 @@ from kimik3_prep.images.address import resolve
 from kimik3_prep.images.decode import codec_versions
 from kimik3_prep.images.source import foreign_errors
 from kimik3_prep.manifest.read import base_of
-from kimik3_prep.manifest.row import show
+from kimik3_prep.manifest.report import show
 from kimik3_prep.output.folder import OURS, OURS_IN_ROOT, Output, RunRecord
 from kimik3_prep.output.recipe import Recipe, canonical_json
 from kimik3_prep.output.shard_file import ShardFormat, open_shard
 from kimik3_prep.output.tables import (
     Outcome,
-    PlannedItem,
     Stored,
     index_metadata,
     index_table,
     planned_table,
     read_index,
-    shard_plan,
     split_shards,
 )
 from kimik3_prep.remote import refuse
+from kimik3_prep.run.item import PlannedItem, decode_item, item_patches, planned_items
 
 _AGAIN = "run the same encode command again"
 _MERGE = f"move index.parquet out of the folder, then {_AGAIN}: it writes it anew from the indexes of the shards"
@@ -450,7 +449,7 @@ class _Computer(Protocol):
 
     name: str
 
-    def compute(self, item: PlannedItem, source: str) -> tuple[npt.NDArray[np.uint8], str] | None:
+    def compute(self, item: PlannedItem, base: str) -> tuple[npt.NDArray[np.uint8], str] | None:
         """The bytes of the patches and the content hash of the source; None for an item that it cannot take.
 
         Raises ItemError where the source cannot be read any more.
@@ -498,7 +497,7 @@ class _Again:
             if index["item"].to_pylist() != rows["item"].to_pylist():
                 continue
             planned_row = dict(zip(index["row"].to_pylist(), rows["row"].to_pylist(), strict=True))
-            items = {item.row: item for item in shard_plan(name, rows).items}
+            items = {item.row: item for item in planned_items(rows)}
             for image in _images(index):
                 yield name, image, items[planned_row[image.row]]
 
@@ -506,7 +505,7 @@ class _Again:
         compared = False
         for computer in self._computers:
             try:
-                result = computer.compute(item, resolve(item.image, self._base))
+                result = computer.compute(item, self._base)
             except ItemError as error:
                 compared = True
                 yield Finding(file, image.id, f"{computer.name} cannot compute it: {error}", "restore the image")
@@ -533,7 +532,7 @@ _DIFFERENT = (
 def _versions_compared(record: RunRecord) -> str:
     """Which versions differ between the run and this machine, as a sentence."""
     before = {**record.versions, **record.recipe.decoders}
-    here = codec_versions()
+    here = codec_versions(record.recipe.formats)
     for name in record.versions:
         try:
             here[name] = version(name)
@@ -576,12 +575,10 @@ class _Backend:
     def __init__(self, recipe: Recipe) -> None:
         self._recipe = recipe
 
-    def compute(self, item: PlannedItem, source: str) -> tuple[npt.NDArray[np.uint8], str]:
+    def compute(self, item: PlannedItem, base: str) -> tuple[npt.NDArray[np.uint8], str]:
         """As in `_Computer`."""
-        from kimik3_prep.run.compute import features
-
-        values, content_hash = features(item, source, self._recipe)
-        return values.view(np.uint8).reshape(-1), content_hash
+        met, values = item_patches(item, base, self._recipe, same_file=False)
+        return values.view(np.uint8).reshape(-1), met.content_hash
 
 
 class _Processor:
@@ -593,14 +590,13 @@ class _Processor:
         self._recipe = recipe
         self._processor = _load_processor(folder, trusted)
 
-    def compute(self, item: PlannedItem, source: str) -> tuple[npt.NDArray[np.uint8], str] | None:
+    def compute(self, item: PlannedItem, base: str) -> tuple[npt.NDArray[np.uint8], str] | None:
         """As in `_Computer`. It takes no features made elsewhere, and no images scaled by --max-tokens."""
         from kimik3_prep.pixels.ready import ReadyFeatures, cast_features
-        from kimik3_prep.run.compute import planned_image
 
-        if not item.grid.new_w or item.in_patch_limit is not None:
+        if item.made_elsewhere or item.in_patch_limit is not None:
             return None
-        decoded = planned_image(item, source, self._recipe)
+        decoded = decode_item(item, base, self._recipe, same_file=False)
         with foreign_errors():
             result = self._processor.preprocess([{"type": "image", "image": decoded.image}], return_tensors="pt")
         grids = np.asarray(result["grid_thws"]).reshape(-1).tolist()

@@ -16,11 +16,15 @@ from kimik3_prep.checkpoint.config import Place, PreprocessorConfig, find_config
 from kimik3_prep.errors import INSTALL_RAY, InputError, Problem
 from kimik3_prep.images.address import is_data_url, resolve, split
 from kimik3_prep.images.decode import DEFAULT_MAX_PIXELS, codec_versions
+from kimik3_prep.images.formats import missing
 from kimik3_prep.manifest.read import ITEM_SCHEMA, Manifest, base_of, is_pattern, read_manifest
-from kimik3_prep.manifest.row import show
+from kimik3_prep.manifest.report import PassedOver, show
+from kimik3_prep.manifest.row import NO_SELECTION, Selection
 from kimik3_prep.output.recipe import Recipe
 from kimik3_prep.remote import protocol_problem, scheme
-from kimik3_prep.run.threads import DEFAULT_ITEM_TIMEOUT
+
+#: Seconds; far above what the largest allowed image takes to decode.
+DEFAULT_ITEM_TIMEOUT = 300.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +43,8 @@ class Settings:
     shard_size: int = 512 << 20
     workers: int = 1
     dedupe: Literal["path", "content", "off"] = "path"
+    select: Selection = NO_SELECTION  # which fields of the rows are images and ids
+    image_dir: str | None = None  # where relative paths start; None: where the source lies
     limit: int | None = None
     max_pixels: int = DEFAULT_MAX_PIXELS
     max_tokens: int | None = None
@@ -57,6 +63,8 @@ class Settings:
     engine: Literal["local", "ray"] = "local"
     ray_address: str | None = None
     shard_range: tuple[int, int] | None = None
+    formats: tuple[str, ...] = ()
+    """Formats that packages of their own read, by the names in `EXTRAS`."""
 
     @property
     def ray(self) -> str:
@@ -69,6 +77,9 @@ class Reporter(Protocol):
 
     def warn(self, problem: Problem) -> None:
         """Something to know that stops nothing."""
+
+    def pass_over(self, kinds: tuple[PassedOver, ...]) -> None:
+        """What the source holds that became no item."""
 
     def phase(self, name: str, total: int) -> None:
         """A stage of `total` images begins."""
@@ -101,11 +112,6 @@ def default_output(manifest: str) -> Path:
     return Path(f"{Path(name).stem}-features")
 
 
-def default_workers() -> int:
-    """One image thread a processor this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 def check(settings: Settings, reporter: Reporter) -> Checked:
     """Read config and manifest. Raises InputError with the problems of both; warnings go to the reporter."""
     _check_protocols(settings)
@@ -126,7 +132,10 @@ def check(settings: Settings, reporter: Reporter) -> Checked:
         problems += error.problems
         total += error.total
     try:
-        manifest = read_manifest(settings.manifest, settings.limit)
+        manifest = read_manifest(settings.manifest, settings.limit, settings.select, settings.image_dir)
+        for warning in manifest.warnings:
+            reporter.warn(warning)
+        reporter.pass_over(manifest.passed_over)
         found = [*_unknown_protocols(manifest), *(_odd_grids(manifest, config) if config else [])]
         if settings.image_root is not None:
             found += _outside(manifest, settings.image_root)
@@ -157,12 +166,14 @@ def _recipe(
         max_pixels=settings.max_pixels,
         max_tokens=settings.max_tokens,
         exif=settings.exif,
-        decoders=codec_versions(),
+        decoders=codec_versions(settings.formats),
+        formats=settings.formats,
     )
 
 
 def _odd_settings(settings: Settings) -> Iterator[Problem]:
     """Options that cannot be, or not together."""
+    yield from missing(settings.formats)
     if settings.engine == "ray" and find_spec("ray") is None:
         yield Problem("--engine ray", "Ray is not installed", hint=INSTALL_RAY)
     if settings.engine != "ray" and settings.ray_address is not None:

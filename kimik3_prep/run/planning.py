@@ -9,7 +9,8 @@ A plan depends on the manifest, the headers and the settings, and on nothing els
 
 from __future__ import annotations
 
-import threading
+import pickle
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,14 +22,15 @@ import pyarrow.compute as pc
 from kimik3_prep.checkpoint.grid import GridRule
 from kimik3_prep.errors import ItemError
 from kimik3_prep.images.address import resolve
-from kimik3_prep.images.decode import Probe, probe
 from kimik3_prep.manifest.read import Manifest
 from kimik3_prep.output.folder import Output
 from kimik3_prep.output.tables import GRID_FIELDS, GROUPS, PLAN_SCHEMA, split_shards
 from kimik3_prep.run.check import Checked, Reporter, Settings
-from kimik3_prep.run.threads import ImageThreads, limited
+from kimik3_prep.run.item import Header, ProbeImages, is_slow
+from kimik3_prep.run.workers import Task, Workers
 
-_WINDOW = 8192  # headers probed at a time, so that a million futures never exist at once
+_WINDOW = 8192  # rows that are Python objects at a time
+_HEADER_WEIGHT = 30_000  # pixels that could be decoded in the time that a header takes
 
 Ints = npt.NDArray[np.int64]
 
@@ -44,7 +46,9 @@ class _Earlier:
     """Which of its rows are planned anew."""
 
 
-def plan(settings: Settings, checked: Checked, reporter: Reporter, earlier: _Earlier | None = None) -> pa.Table:
+def plan(
+    settings: Settings, checked: Checked, workers: Workers, reporter: Reporter, earlier: _Earlier | None = None
+) -> pa.Table:
     """Return the plan, a table of `PLAN_SCHEMA`: headers are read where the manifest gives no size."""
     recipe, items = checked.recipe, checked.manifest.items
     content = recipe.dedupe == "content"
@@ -54,7 +58,7 @@ def plan(settings: Settings, checked: Checked, reporter: Reporter, earlier: _Ear
     if earlier is not None:
         unknown = earlier.anew[spans.first_row]
         headers.recall(earlier.rows.take(pa.array(spans.first_row)), ~unknown, content)
-    _read_headers(settings, checked.manifest, spans, unknown, headers, reporter)
+    _read_headers(settings, checked.manifest, spans, unknown, headers, workers, reporter)
     if content:
         spans, headers = join_equal(spans, headers)
     # An index-only run stores nothing: its shards are those that --dtype would give.
@@ -62,7 +66,7 @@ def plan(settings: Settings, checked: Checked, reporter: Reporter, earlier: _Ear
     return make_plan(items, spans, headers, recipe.rule(), max(1, recipe.shard_size // patch_bytes), recipe.max_tokens)
 
 
-def replan(settings: Settings, checked: Checked, output: Output, reporter: Reporter) -> None:
+def replan(settings: Settings, checked: Checked, output: Output, workers: Workers, reporter: Reporter) -> None:
     """Plan again for `--retry-failed`, as a new run would; the headers of stored images are not read again.
 
     Commits that the new plan does not keep are taken back before it is written. A kill in between leaves the old plan
@@ -83,7 +87,7 @@ def replan(settings: Settings, checked: Checked, output: Output, reporter: Repor
             faulty.add(name)
     if stored.all():
         return
-    table = plan(settings, checked, reporter, _Earlier(rows, ~stored))
+    table = plan(settings, checked, workers, reporter, _Earlier(rows, ~stored))
     after = dict(split_shards(iter([table])))
     anew = [n for n, old in before.items() if n in faulty or n not in after or not old.equals(after[n])]
     output.take_back(anew)
@@ -140,9 +144,10 @@ def _read_headers(
     spans: Spans,
     unknown: npt.NDArray[np.bool_],
     headers: Headers,
+    workers: Workers,
     reporter: Reporter,
 ) -> None:
-    """Sizes of the `unknown` spans: the manifest's where it gives them, else from the image headers, on a pool."""
+    """Take the sizes of the `unknown` spans from the manifest where it gives them, else from the image headers."""
     items = manifest.items.select(["image", "width", "height", "content_hash"])
     given = pc.fill_null(items["width"], 0).to_numpy()[spans.first_row]
     headers.width[unknown] = given[unknown]
@@ -153,33 +158,30 @@ def _read_headers(
         return
     reporter.phase("headers", len(wanted))
 
-    def read(image: str) -> Probe:
-        with limited():
-            return probe(resolve(image, manifest.base), settings.max_pixels, settings.exif, content)
+    call = pickle.dumps(ProbeImages(manifest.base, settings.max_pixels, settings.exif, content, settings.formats))
 
-    stop = threading.Event()
-    with ImageThreads(settings.workers, "header", settings.item_timeout, stop) as pool:
-        try:
-            for begin in range(0, len(wanted), _WINDOW):
-                window = wanted[begin : begin + _WINDOW]
-                rows = items.take(pa.array(spans.first_row[window])).select(["image", "content_hash"]).to_pylist()
-                reading = [pool.submit(read, row["image"]) for row in rows]
-                for span, row, future in zip(window.tolist(), rows, reading, strict=True):
-                    try:
-                        header = future.result()
-                    except ItemError as error:
-                        headers.fail(span, error)
-                        reporter.advance(1, 0, 0, 1)
-                    else:
-                        _keep(headers, span, header, row["content_hash"])
-                        reporter.advance(1, header.width * header.height, 0, 0)
-        except BaseException:
-            stop.set()
-            pool.shutdown(wait=False, cancel_futures=True)
-            raise
+    def tasks() -> Iterator[Task]:
+        for begin in range(0, len(wanted), _WINDOW):
+            window = wanted[begin : begin + _WINDOW]
+            rows = items.take(pa.array(spans.first_row[window]))
+            columns = (rows["image"].to_pylist(), rows["content_hash"].to_pylist())
+            for span, image, promised in zip(window.tolist(), *columns, strict=True):
+                slow = is_slow(image, manifest.base)
+                yield Task(call, image, weight=_HEADER_WEIGHT, slow=slow, tag=(span, promised))
+
+    for task, answer in workers.run(tasks()):
+        span, promised = task.tag
+        if isinstance(answer, ItemError):
+            headers.fail(span, answer)
+            reporter.advance(1, 0, 0, 1)
+            continue
+        if answer.kept is not None:
+            workers.kept[task.payload] = answer.kept
+        _keep(headers, span, answer, promised)
+        reporter.advance(1, answer.width * answer.height, 0, 0)
 
 
-def _keep(headers: Headers, span: int, header: Probe, promised: str | None) -> None:
+def _keep(headers: Headers, span: int, header: Header, promised: str | None) -> None:
     if header.content_hash is not None:
         if promised is not None and header.content_hash != promised:
             return headers.fail(span, ItemError("content_hash_mismatch", f"the file's is {header.content_hash}"))
@@ -188,7 +190,7 @@ def _keep(headers: Headers, span: int, header: Probe, promised: str | None) -> N
         headers.width[span], headers.height[span] = header.width, header.height
         headers.mode[span], headers.format[span] = header.mode, header.format
     if header.stamp is not None:
-        headers.source_size[span], headers.source_mtime_ns[span] = header.stamp.size, header.stamp.mtime_ns
+        headers.source_size[span], headers.source_mtime_ns[span] = header.stamp
 
 
 # --- spans ----------------------------------------------------------------------------------------------------------

@@ -27,14 +27,17 @@ from kimik3_prep.output.tables import index_table, planned_table
 from kimik3_prep.output.totals import PlanSummary, RangeSummary, RunSummary, summarize, summarize_plan, summarize_range
 from kimik3_prep.run.check import Reporter, Settings, check
 from kimik3_prep.run.fill import fill, planned_shards
+from kimik3_prep.run.machine import available_memory
 from kimik3_prep.run.planning import plan, replan
+from kimik3_prep.run.workers import Workers
 
 
 def dry_run(settings: Settings, reporter: Reporter) -> PlanSummary:
     """Check and plan, write nothing."""
     open_output(settings.output, settings.staging)
     checked = check(settings, reporter)
-    table = plan(settings, checked, reporter)
+    with workers_of(settings) as workers:
+        table = plan(settings, checked, workers, reporter)
     return summarize_plan(table, checked.recipe.config.patch_size, settings.dtype)
 
 
@@ -49,7 +52,7 @@ def prepare(settings: Settings, reporter: Reporter) -> RunSummary:
     recipe, base = checked.recipe, checked.manifest.base
     if not settings.overwrite and not settings.retry_failed and output.is_done(recipe):
         return summarize(output, skipped=None)
-    with output.alone():
+    with output.alone(), workers_of(settings) as workers:
         output.begin(
             recipe,
             versions(),
@@ -58,13 +61,13 @@ def prepare(settings: Settings, reporter: Reporter) -> RunSummary:
             base=base if recipe.index_only else None,
         )
         if not output.plan.is_file():
-            output.write_plan(plan(settings, checked, reporter))
+            output.write_plan(plan(settings, checked, workers, reporter))
         elif settings.retry_failed:
-            replan(settings, checked, output, reporter)
+            replan(settings, checked, output, workers, reporter)
         skipped = None
         if not output.finished:  # it may be: finished while this run waited to begin, or nothing had failed
             checked = checked.without_items()  # the plan is read from disk from here on, a piece at a time
-            skipped = 0 if recipe.index_only else fill(settings, checked, output, recipe, reporter)
+            skipped = 0 if recipe.index_only else fill(settings, checked, output, recipe, workers, reporter)
             merge(output, recipe)
             tell_of_orientations(output, recipe, reporter)
         summary = summarize(output, skipped)
@@ -89,13 +92,13 @@ def prepare_range(settings: Settings, reporter: Reporter) -> RangeSummary:
         what = f"waiting while another range plans: {holder}"
         reporter.warn(Problem(output.name, what, severity="warning"))
 
-    with contextlib.ExitStack() as held:
+    with contextlib.ExitStack() as held, workers_of(settings) as workers:
         with output.planning_range(count, waiting):
             output.begin(recipe, versions(), others_fill=True)
             if not output.plan.is_file():
-                output.write_plan(plan(settings, checked, reporter))
+                output.write_plan(plan(settings, checked, workers, reporter))
             held.enter_context(output.holding_range(number, count))
-        skipped = fill(settings, checked.without_items(), output, recipe, reporter)
+        skipped = fill(settings, checked.without_items(), output, recipe, workers, reporter)
         whole, mine = (_names(output, part) for part in (None, settings.shard_range))
         return summarize_range(output, settings.shard_range, whole, mine, skipped)
 
@@ -121,6 +124,12 @@ def finish(root: Path, reporter: Reporter) -> RunSummary:
         merge(output, record.recipe)
         tell_of_orientations(output, record.recipe, reporter)
         return summarize(output)
+
+
+def workers_of(settings: Settings) -> Workers:
+    """Return the worker processes that the settings ask for; they start when there is something to do."""
+    memory = available_memory() // 2 if settings.memory is None else settings.memory
+    return Workers(settings.workers, settings.item_timeout, memory)
 
 
 def merge(output: Output, recipe: Recipe) -> None:

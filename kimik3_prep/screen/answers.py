@@ -20,6 +20,7 @@ from kimik3_prep.screen.terminal import (
     out,
     print_histogram,
     print_json,
+    print_passed_over,
     print_problem,
     print_table,
     say,
@@ -28,7 +29,7 @@ from kimik3_prep.screen.terminal import (
 
 if TYPE_CHECKING:  # a command imports the room that makes its document; the others would only take time
     from kimik3_prep.checkpoint.config import ConfigReport
-    from kimik3_prep.manifest.folder import Gathered
+    from kimik3_prep.manifest.write import Gathered
     from kimik3_prep.output.totals import PlanSummary, RangeSummary, RunSummary
     from kimik3_prep.reading.inspection import IndexDescription, LargeImage, OutputDescription, ShardDescription, Totals
     from kimik3_prep.reading.verify import Verification
@@ -142,11 +143,7 @@ def print_gathered(gathered: Gathered) -> None:
     text = counted(gathered.items, "item")
     if gathered.of == "rows":
         text += f" of {counted(gathered.rows, 'row')}"
-    if gathered.passed_over:
-        what = ("other file", "") if gathered.of == "files" else ("row", " without an image")
-        text += f"; {counted(gathered.passed_over, what[0])}{what[1]} passed over"
-    if gathered.links:
-        text += f"; {counted(gathered.links, 'folder link')} not followed"
+    print_passed_over(gathered.passed_over)
     if gathered.sizes_unknown:
         text += f"; {counted(gathered.sizes_unknown, 'header')} could not be read"
     say(err, text + (f", in {gathered.output}" if gathered.output else ""))

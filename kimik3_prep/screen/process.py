@@ -11,7 +11,6 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from types import FrameType
 from typing import Any
 
@@ -56,7 +55,7 @@ def run_command(app: Callable[..., object]) -> None:
         if not isinstance(error, PrepError):
             answers.print_traceback(error)
         code = report.exit_code
-    _end(code)
+    sys.exit(code)  # type: ignore[arg-type]
 
 
 def asked_format(arguments: Sequence[str]) -> answers.Format:
@@ -65,18 +64,6 @@ def asked_format(arguments: Sequence[str]) -> answers.Format:
     values = [after for word, after in itertools.pairwise(words) if word == "--format"]
     values += [word.removeprefix("--format=") for word in words if word.startswith("--format=")]
     return "json" if values[-1:] == ["json"] else "text"
-
-
-def _end(code: object) -> None:
-    """Exit; at once where a decoder that hangs still has its thread, which the interpreter's end would run into."""
-    threads = sys.modules.get("kimik3_prep.run.threads")
-    if threads is not None and threads.left_behind():
-        for stream in (sys.stdout, sys.stderr):
-            if stream is not None:
-                with suppress(OSError):
-                    stream.flush()
-        os._exit(code if isinstance(code, int) else int(code is not None))
-    sys.exit(code)  # type: ignore[arg-type]
 
 
 class _Terminated(KeyboardInterrupt):

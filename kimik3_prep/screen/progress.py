@@ -10,7 +10,8 @@ from types import TracebackType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
 
 from kimik3_prep.errors import Problem
-from kimik3_prep.screen.terminal import err, print_problem, say, size_text
+from kimik3_prep.manifest.report import PassedOver
+from kimik3_prep.screen.terminal import err, print_passed_over, print_problem, say, size_text
 
 _EVERY = 5.0  # seconds between lines where there is no terminal
 
@@ -20,6 +21,7 @@ class ProgressReporter:
 
     def __init__(self, show: bool) -> None:
         self.warnings: list[Problem] = []
+        self.passed_over: tuple[PassedOver, ...] = ()
         self._show = show
         self._lock = threading.Lock()
         # Not rich's `is_terminal`: FORCE_COLOR asks for colours, and a moving bar would fill a log.
@@ -41,6 +43,11 @@ class ProgressReporter:
         """Print a warning, and keep it for the JSON output."""
         self.warnings.append(problem)
         print_problem(problem)
+
+    def pass_over(self, kinds: tuple[PassedOver, ...]) -> None:
+        """Print what a source holds that became no item, and keep it for the JSON output."""
+        self.passed_over += kinds
+        print_passed_over(kinds)
 
     def phase(self, name: str, total: int) -> None:
         """A stage of `total` images begins."""

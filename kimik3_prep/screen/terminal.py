@@ -19,6 +19,7 @@ from rich.console import Console
 from rich.text import Text
 
 from kimik3_prep.errors import CannotPrint, Problem
+from kimik3_prep.manifest.report import PassedOver
 
 LINE = 300  # most characters of a foreign text in a sentence
 CELL = 60  # most characters of a foreign text in a table
@@ -99,6 +100,14 @@ def say(console: Console, text: str, label: str = "", style: str = "bold red", b
     """Print one line: a coloured label, something bold, and the text."""
     parts = (_fitting(console, label), style), (_fitting(console, bold), "bold"), _fitting(console, text)
     console.print(Text.assemble(*parts))
+
+
+def print_passed_over(kinds: Iterable[PassedOver]) -> None:
+    """What a source holds that became no item, a line for each kind, on stderr."""
+    for kind in kinds:
+        names = ", ".join(harmless(name, CELL) for name in kind.names)
+        more = ", …" if kind.count > len(kind.names) else ""
+        say(err, f"{harmless(kind.kind, CELL)} ({kind.count:,}): {names}{more}", "passed over: ")
 
 
 def _fitting(console: Console, text: str) -> str:

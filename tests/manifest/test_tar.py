@@ -87,7 +87,7 @@ def test_what_stands_beside_an_image(tmp_path: Path) -> None:
         },
     )
     assert rows(read_manifest(str(path))) == [
-        ("1", {"json": {"id": "no", "width": 3}, "txt": "ein Wort"}),
+        ("1", {"json": {"id": "no", "width": 3}, "txt": "ein Wort", "cls": "7"}),
         ("2.left", {"txt": "first"}),
         ("2.right", {"txt": "first"}),
         ("3.png", None),
@@ -253,12 +253,11 @@ def test_the_digest_tells_archives_apart(tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_read_as_a_tar(tmp_path: Path) -> None:
-    path = tar(tmp_path / "x.tar", {"1.png": b"i", "1.json": b"{", "2.png": b"i", "2.txt": b"\xff"})
-    assert [what.partition(":")[0] for what in problems(path)][1:] == ["not UTF-8"]
+    path = tar(tmp_path / "x.tar", {"1.png": b"i"})
     (tmp_path / "x.tar.gz").write_bytes(gzip.compress(path.read_bytes()))
     assert "compressed" in problems(tmp_path / "x.tar.gz")[0]
     (tmp_path / "m.jsonl").write_text('{"image": "a.png"}\n')
-    assert problems(tmp_path / "*.json?") == ["neither a tar nor a Parquet file"]
+    assert read_manifest(str(tmp_path / "*.json?")).items["id"].to_pylist() == ["a.png"]
     assert problems(tmp_path / "*.none") == ["cannot read the manifest: no file matches"]
     tar(tmp_path / "y.tar", {"1.png": b"i"})
-    assert len(problems(tmp_path / "[xy].tar")) == 3, "an id that is in both"
+    assert len(problems(tmp_path / "[xy].tar")) == 1, "an id that is in both"

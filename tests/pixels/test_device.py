@@ -16,8 +16,8 @@ from kimik3_prep.checkpoint.levels import DTYPES
 from kimik3_prep.errors import ItemError
 from kimik3_prep.images.decode import decode
 from kimik3_prep.pixels import device as pixels_device
-from kimik3_prep.pixels.cpu import write_patches
-from kimik3_prep.pixels.device import Batches, DeviceBackend, resizes_like_pillow, upload
+from kimik3_prep.pixels.cpu import pixels_for_device, write_patches
+from kimik3_prep.pixels.device import Batches, DeviceBackend, resizes_like_pillow
 from kimik3_prep.pixels.tensors import to_tensor
 
 CPU = torch.device("cpu")
@@ -56,7 +56,8 @@ def on_device(
 
     batches = Batches(DeviceBackend(device, config, dtype), batch_bytes, emit, lambda text: None)
     for number, image in enumerate(images):
-        batches.add(number, upload(image, config.grid_rule().grid(*image.size), config))
+        grid = config.grid_rule().grid(*image.size)
+        batches.add(number, *pixels_for_device(image, grid, config), grid)
     batches.finish()
     return [results[number] for number in range(len(images))]
 
@@ -172,13 +173,13 @@ def test_too_little_memory_halves_the_batch_and_says_so(
     )
     grid = published.grid_rule().grid(60, 40)
     for number, image in enumerate(images):
-        batches.add(number, upload(image, grid, published))
+        batches.add(number, *pixels_for_device(image, grid, published), grid)
     batches.finish()
     for number, image in enumerate(images):
         assert torch.equal(results[number], on_cpu(image, published, "uint8"))
     assert "ran out of memory at a batch of 11; going on with 5" in notes[0]
     most = 0
-    batches.add("alone", upload(images[0], grid, published))
+    batches.add("alone", *pixels_for_device(images[0], grid, published), grid)
     batches.finish()
     assert isinstance(results["alone"], ItemError)
     assert results["alone"].code == "out_of_memory"
@@ -194,7 +195,8 @@ def test_waiting_pixels_are_bounded(published: PreprocessorConfig) -> None:
     held = 0
     for number in range(100):
         image = picture(60 + number, 50, seed=number)
-        batches.add(number, upload(image, published.grid_rule().grid(*image.size), published))
+        grid = published.grid_rule().grid(*image.size)
+        batches.add(number, *pixels_for_device(image, grid, published), grid)
         held += image.width * image.height * 3
     # All but two batches' worth, and the one that is still computing, was handed out on the way.
     assert len(emitted) > 100 * (1 - 3.5 * limit / held)

@@ -476,7 +476,7 @@ def test_the_package_offers_it_lazily() -> None:
 import sys, kimik3_prep
 assert not {"torch", "pyarrow", "numpy"} & set(sys.modules), "import kimik3_prep alone"
 from kimik3_prep import FeatureStore
-sides = ("PIL", "kimik3_prep.images.decode", "kimik3_prep.run.work", "kimik3_prep.run.engines")
+sides = ("PIL", "kimik3_prep.images.decode", "kimik3_prep.run.workers", "kimik3_prep.pixels.cpu")
 assert "torch" in sys.modules and not [name for name in sides if name in sys.modules], "the encode side"
 """
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -19,15 +19,45 @@ from conftest import picture, tree, write_manifest
 
 #: Reads `{"command", "out", "kills" | "seconds", "template"}` as JSON and prints what became of each run.
 DRIVER = r"""
-import fcntl, json, os, shutil, signal, sys, threading, time
+import fcntl, json, os, shutil, signal, socket, sys, threading, time
+from multiprocessing.connection import Connection
 from pyarrow import parquet
 from kimik3_prep import cli
-from kimik3_prep.run import engines
-from kimik3_prep.screen import answers as findings
 from kimik3_prep.reading import inspection
-from kimik3_prep.pixels import cpu as pixels_cpu
-from kimik3_prep.run import prepare
-from kimik3_prep.run import work
+from kimik3_prep.run import item, prepare, worker, workers
+from kimik3_prep.screen import answers
+
+class Forked:
+    # A new interpreter for each of some hundred workers would take minutes. A forked one dies as others do.
+
+    def __init__(self, pid):
+        self.pid, self.returncode = pid, None
+
+    def kill(self):
+        if self.returncode is None:
+            os.kill(self.pid, signal.SIGKILL)
+
+    def wait(self):
+        if self.returncode is None:
+            self.returncode = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+
+def start(pool, slot):
+    ours, theirs = socket.socketpair()
+    worker.SLOT.pack_into(pool._board, slot * worker.SLOT_BYTES, 0, 0, 0.0)
+    driver = os.getpid()
+    pid = os.fork()
+    if pid == 0:
+        for name, real in REAL.items():
+            setattr(os, name, real)
+        ours.close()
+        files = (pool._board_file.fileno(), pool._spool.fileno())
+        worker.main(theirs.detach(), *files, slot, pool.count, driver)
+    theirs.close()
+    return workers._Worker(Forked(pid), Connection(ours.detach()), slot)
+
+workers.Workers._started = start
+STEPS = ("replace", "fsync", "ftruncate", "pwrite", "write", "unlink")
+REAL = {name: getattr(os, name) for name in STEPS}
 
 def die():
     os.kill(os.getpid(), signal.SIGKILL)
@@ -48,7 +78,7 @@ def arm(at):
                     die()
             return real(*args, **more)
         setattr(owner, name, step)
-    for name in ("replace", "fsync", "ftruncate", "pwrite", "write", "unlink"):
+    for name in STEPS:
         wrapped(os, name)
     wrapped(fcntl, "flock")
     wrapped(parquet.ParquetWriter, "write_table")
@@ -130,6 +160,7 @@ def undisturbed(folder: Path, name: str) -> dict[str, str]:
 
     class Silent:
         def warn(self, problem: Any) -> None: ...
+        def pass_over(self, kinds: Any) -> None: ...
         def phase(self, name: str, total: int) -> None: ...
         def advance(self, images: int, pixels: int, size: int, failed: int) -> None: ...
 

@@ -17,25 +17,19 @@ import safetensors.numpy
 import safetensors.torch
 import torch
 import xxhash
-from conftest import GOLDEN, Silent, encode, golden_cases, local_row, picture, write_manifest
-from PIL import Image, ImageFile
+from conftest import GOLDEN, Silent, encode, golden_cases, local_row, picture, tree, write_manifest
+from PIL import Image
 
 from kimik3_prep.checkpoint.config import PreprocessorConfig
 from kimik3_prep.checkpoint.levels import DTYPES, level_table
-from kimik3_prep.errors import InputError, ItemError, PlanMismatch, TooManyFailures
+from kimik3_prep.errors import InputError, PlanMismatch, TooManyFailures
 from kimik3_prep.output import tables as store
 from kimik3_prep.pixels.cpu import write_patches
-from kimik3_prep.run import engines, jobs, work
+from kimik3_prep.run import workers as workers_module
 from kimik3_prep.run.check import Settings, default_output
 from kimik3_prep.run.prepare import dry_run, prepare
 
 CASES = golden_cases("images")
-
-
-def tree(root: Path, *, but: tuple[str, ...] = ()) -> dict[str, str]:
-    """The digest of every file below a folder."""
-    files = sorted(path for path in root.rglob("*") if path.is_file() and path.name not in but)
-    return {str(path.relative_to(root)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
 
 
 @pytest.fixture
@@ -162,7 +156,7 @@ def test_features_are_the_references(mixed: Path, tmp_path: Path) -> None:
 def test_a_second_identical_run_does_nothing(mixed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = encode(mixed, tmp_path / "out")
     before = {path: path.stat().st_mtime_ns for path in (tmp_path / "out").rglob("*")}
-    monkeypatch.setattr(work, "materialize_shard", None)
+    monkeypatch.setattr(workers_module.Workers, "run", None)
     second = encode(mixed, tmp_path / "out")
     assert before == {path: path.stat().st_mtime_ns for path in (tmp_path / "out").rglob("*")}
     assert (second.rows, second.ok, second.failed, second.skipped) == (first.rows, first.ok, first.failed, None)
@@ -186,7 +180,7 @@ def test_a_run_goes_on_from_what_is_committed(mixed: Path, tmp_path: Path) -> No
 def test_a_resume_does_not_probe_again(mixed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     encode(mixed, tmp_path / "out")
     (tmp_path / "out" / "index.parquet").unlink()
-    monkeypatch.setattr("kimik3_prep.run.planning.probe", None)
+    monkeypatch.setattr("kimik3_prep.run.planning.ProbeImages", None)
     encode(mixed, tmp_path / "out")
 
 
@@ -275,18 +269,17 @@ def test_max_failures(mixed: Path, tmp_path: Path) -> None:
     assert encode(mixed, tmp_path / "out", max_failures=3).failed == 3
 
 
-def test_a_stop_leaves_no_temporary_file(mixed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen = []
+def test_a_stop_leaves_no_temporary_file(mixed: Path, tmp_path: Path) -> None:
+    class Impatient(Silent):
+        def advance(self, images: int, pixels: int, size: int, failed: int) -> None:
+            super().advance(images, pixels, size, failed)
+            if self.phases[-1][0] == "images" and size:
+                raise KeyboardInterrupt
 
-    def fail(*args: Any, **more: Any) -> Any:
-        seen.append(1)
-        if len(seen) > 20:
-            raise KeyboardInterrupt
-        raise ItemError("corrupt", "no")
-
-    monkeypatch.setattr(jobs, "decode", fail)
+    settings = Settings(str(mixed), tmp_path / "out", "kimi-k3", workers=2, shard_size=2_000_000)
     with pytest.raises(KeyboardInterrupt):
-        encode(mixed, tmp_path / "out", workers=2, shard_size=2_000_000)
+        prepare(settings, Impatient())
+    assert (tmp_path / "out" / "plan.parquet").exists()
     assert not list((tmp_path / "out").rglob("*.tmp"))
 
 
@@ -654,19 +647,10 @@ def test_one_features_file_with_several_grids_is_checked_for_each(tmp_path: Path
     ]
 
 
-def stop_before(path: Path, real: Any) -> Any:
-    """`real`, but the file is removed first."""
-
-    def call(*args: Any) -> Any:
-        path.unlink()
-        return real(*args)
-
-    return call
-
-
-def test_a_lying_size_is_found_before_the_image_is_decoded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lying_size_is_found_before_the_image_is_decoded(tmp_path: Path) -> None:
     picture(60, 50).save(tmp_path / "a.png")
-    monkeypatch.setattr(ImageFile.ImageFile, "load", None)
+    content = (tmp_path / "a.png").read_bytes()
+    (tmp_path / "a.png").write_bytes(content[: content.index(b"IDAT") + 40])  # it could not be decoded
     manifest = write_manifest(tmp_path / "m.jsonl", [{"image": "a.png", "width": 10, "height": 10}])
     encode(manifest, tmp_path / "out")
     row = pq.read_table(tmp_path / "out" / "index.parquet").to_pylist()[0]

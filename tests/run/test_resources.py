@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import BINARY, Run, on_full_output, picture, tree, write_manifest
+from conftest import BINARY, Run, Silent, on_full_output, picture, tree, write_manifest
 from PIL import Image
 
 from kimik3_prep.disk import LOCK_NAME, only_run
@@ -131,8 +131,6 @@ def test_what_is_committed_survives_a_full_disk(run: Run, tmp_path: Path) -> Non
 def test_a_short_disk_is_said_before_the_first_shard(
     pictures: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from test_prepare import Silent
-
     usage = type("Usage", (), {"free": 1000})
     monkeypatch.setattr(run_module.shutil, "disk_usage", lambda path: usage)
     reporter = Silent()

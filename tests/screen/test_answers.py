@@ -13,7 +13,8 @@ from rich.console import Console
 from kimik3_prep.checkpoint.config import Diagnosis, Setting
 from kimik3_prep.checkpoint.levels import DTYPES
 from kimik3_prep.errors import InputError, Problem, RunError, TooManyFailures
-from kimik3_prep.manifest.folder import Gathered
+from kimik3_prep.manifest.report import PassedOver
+from kimik3_prep.manifest.write import Gathered
 from kimik3_prep.output.totals import Bin, Failure, PlanSummary, RunSummary
 from kimik3_prep.reading.inspection import (
     Description,
@@ -421,17 +422,19 @@ def test_where_no_image_is_stored_there_is_no_largest(capsys: Capture) -> None:
 
 
 def test_what_a_manifest_was_made_of(capsys: Capture) -> None:
+    heic, row = PassedOver(".heic files", 3, ("a.heic", "b.heic")), PassedOver("rows without an image", 1, ("m:7",))
     answers.print_gathered(Gathered(output=None, of="files", items=1, rows=1))
-    answers.print_gathered(Gathered(output="m.jsonl", of="files", items=2000, rows=2000, passed_over=3, links=1))
-    answers.print_gathered(Gathered(output=None, of="rows", items=4, rows=3, passed_over=1, links=2, sizes_unknown=1))
+    answers.print_gathered(Gathered(output="m.jsonl", of="files", items=2000, rows=2000, passed_over=(heic,)))
+    answers.print_gathered(Gathered(output=None, of="rows", items=4, rows=3, passed_over=(row,), sizes_unknown=1))
     said = capsys.readouterr()
     assert (said.out, said.err.splitlines()) == (
         "",
         [
             "1 item",
-            "2,000 items; 3 other files passed over; 1 folder link not followed, in m.jsonl",
-            "4 items of 3 rows; 1 row without an image passed over; 2 folder links not followed; "
-            "1 header could not be read",
+            "passed over: .heic files (3): a.heic, b.heic, …",
+            "2,000 items, in m.jsonl",
+            "passed over: rows without an image (1): m:7",
+            "4 items of 3 rows; 1 header could not be read",
         ],
     )
 

@@ -1,37 +1,46 @@
-"""gathering.py and `manifest`: what people have becomes a manifest that encode takes."""
+"""write.py and `manifest`: what people have becomes a manifest that encode reads to the same items."""
 
 from __future__ import annotations
 
 import gzip
 import json
 import os
+import tarfile
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from conftest import Run, picture, write_manifest
+from conftest import Run, picture, png_bytes, write_manifest
 
 from kimik3_prep.errors import InputError
 from kimik3_prep.images.address import resolve
 from kimik3_prep.images.decode import FORMATS
-from kimik3_prep.manifest import folder as gathering
-from kimik3_prep.manifest.folder import SUFFIXES, Gathered, Wishes, gather
+from kimik3_prep.images.source import read_file
+from kimik3_prep.manifest import magic
+from kimik3_prep.manifest.magic import SUFFIXES
 from kimik3_prep.manifest.read import read_manifest
+from kimik3_prep.manifest.row import Selection
+from kimik3_prep.manifest.write import Gathered, Wishes, gather
 
 JPEG = b"\xff\xd8\xff"  # as much of an image as is looked at without --size
 
 
-def made(source: object, **wishes: Any) -> tuple[list[dict[str, Any]], Gathered]:
+def wishes(source: object, **more: Any) -> Wishes:
+    chosen = {name: more.pop(name) for name in ("image_fields", "id_fields", "number_rows") if name in more}
+    return Wishes(str(source), select=Selection(**chosen), **more)
+
+
+def made(source: object, **more: Any) -> tuple[list[dict[str, Any]], Gathered]:
     """The rows of a manifest, and what is said of it."""
-    found, lines = gather(Wishes(str(source), **wishes))
-    return [json.loads(line) for line in lines], found
+    gathered, lines = gather(wishes(source, **more))
+    return [json.loads(line) for line in lines], gathered
 
 
-def problems(source: object, **wishes: Any) -> list[str]:
+def problems(source: object, **more: Any) -> list[str]:
     with pytest.raises(InputError) as caught:
-        gather(Wishes(str(source), **wishes))
+        gather(wishes(source, **more))
     return [str(problem).removeprefix(f"{source}:") for problem in caught.value.problems]
 
 
@@ -39,6 +48,10 @@ def touch(folder: Path, *names: str) -> None:
     for name in names:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_bytes(JPEG)
+
+
+def counts(gathered: Gathered) -> dict[str, int]:
+    return {each.kind: each.count for each in gathered.passed_over}
 
 
 @pytest.fixture
@@ -57,11 +70,13 @@ def test_a_folder(folder: Path) -> None:
     rows, found = made("in")
     ids = ["a/z.png", "a/ü x.tif", "a.webp", "b.JPG", "data:1.gif"]
     assert rows == [{"id": id, "image": f"in/{id}"} for id in ids]
-    assert found == Gathered(output=None, of="files", items=5, rows=5, passed_over=3)
+    assert (found.of, found.items, found.rows) == ("files", 5, 5)
+    assert counts(found) == {".txt files": 1, ".mp4 files": 1, "files without a suffix": 1}
     inside, _ = made("in", output=folder / "in" / "m.jsonl")
     assert [row["image"] for row in inside] == [*ids[:4], "./data:1.gif"]
     absolute, _ = made("in", absolute=True, number_rows=True)
-    assert absolute == [{"id": str(number), "image": str(folder / "in" / id)} for number, id in enumerate(ids)]
+    paths = [str(folder / "in" / id) for id in ids]
+    assert absolute == [{"id": str(n), "image": paths[n], "row_id": id} for n, id in enumerate(ids)]
 
 
 def test_the_manifest_names_files_from_where_it_lies(folder: Path) -> None:
@@ -97,28 +112,27 @@ def test_links_to_folders(folder: Path) -> None:
     os.mkfifo(folder / "in" / "pipe.png")
     rows, found = made("in")
     assert [row["id"] for row in rows] == ["file.png", "link/b.png", "link/sub/c.png", "real/a.png"]
-    assert (found.links, found.passed_over) == (6, 3)
+    others = {"links that lead nowhere": 2, "pipes, sockets and devices": 1}
+    assert counts(found) == {"folder links": 6, **others}
 
 
 def test_suffixes_are_those_of_the_decoders() -> None:
     assert {".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".avif", ".jp2", ".ppm"} <= SUFFIXES
     assert SUFFIXES.isdisjoint({".eps", ".pdf", ".svg", ".mp4", ".psd", ".txt", ".heic"})
-    assert set(FORMATS) <= {gathering.Image.EXTENSION[suffix] for suffix in SUFFIXES}
+    assert set(FORMATS) <= {magic.Image.EXTENSION[suffix] for suffix in SUFFIXES}
 
 
-def test_what_is_wrong_with_a_folder(folder: Path) -> None:
+def test_what_a_folder_does_not_hold(folder: Path) -> None:
     (folder / "in").mkdir()
-    (told,) = problems("in")
-    assert told.startswith(" no image is in it; expected files that end in .apng, .avif")
-    touch(folder / "in", "a.png")
+    assert problems("in")[0].startswith(" the manifest has no items")
+    touch(folder / "in", "a.png", "b.heic")
     os.close(os.open(os.fsencode(folder / "in") + b"/\xff.png", os.O_CREAT))
-    told = problems("in", image_field="x", image_dir=Path("y"))
-    assert [text.split(" (")[0] for text in told] == [
-        "--image-dir: is about rows, and a folder has none",
-        "--image-field: is about rows, and a folder has none",
-        "in/\udcff.png: its name is not UTF-8",
-    ]
-    assert problems("nothing") == [" cannot be read: No such file or directory"]
+    rows, found = made("in")
+    assert ([row["id"] for row in rows], counts(found)) == (
+        ["a.png"],
+        {"files whose names are not UTF-8": 1, ".heic files": 1},
+    )
+    assert problems("nothing") == [" cannot read the manifest: No such file or directory"]
 
 
 def test_sizes_are_read_from_headers(folder: Path) -> None:
@@ -142,13 +156,14 @@ def test_a_metadata_file(folder: Path) -> None:
     pq.write_table(pa.Table.from_pylist(rows[:1]), folder / "data" / "metadata.parquet")
     (folder / "data" / "metadata.csv").write_text("file_name,text\na.jpg,A\n")
     wanted = [
-        {"id": "0", "image": "data/a.jpg", "text": "A"},
-        {"id": "1", "image": "data/b/c.jpg", "text": "C", "objects": {"bbox": [1]}},
+        {"id": "a.jpg", "image": "data/a.jpg", "text": "A"},
+        {"id": "b/c.jpg", "image": "data/b/c.jpg", "text": "C", "objects": {"bbox": [1]}},
     ]
     assert made("data/metadata.jsonl") == (wanted, Gathered(output=None, of="rows", items=2, rows=2))
     assert made("data/metadata.parquet")[0] == made("data/metadata.csv")[0] == wanted[:1]
-    named, _ = made("data/metadata.jsonl", id_field="file_name")
-    assert [row["id"] for row in named] == ["a.jpg", "b/c.jpg"]
+    numbered, _ = made("data/metadata.jsonl", number_rows=True)
+    assert [row["id"] for row in numbered] == ["0", "1"]
+    assert made("data")[0] == wanted[:1] + wanted[1:]
 
 
 def test_rows_with_several_images(folder: Path) -> None:
@@ -158,8 +173,8 @@ def test_rows_with_several_images(folder: Path) -> None:
         {"id": "no", "images": []},
         {"messages": [2]},
         {"images": ["a.jpg", "a.jpg"], "width": [1, 2], "type": "chat", "row_type": 1},
-        {"id": "one", "images": {"path": "/d.jpg"}, "image": "thumb.jpg", "type": "chat"},
-        {"id": "two", "image": "e.jpg", "width": "640", "features": "x", "modality": "image"},
+        {"id": "one", "images": {"path": "/d.jpg"}, "type": "chat"},
+        {"id": "two", "image": "e.jpg", "features": "x", "modality": "image"},
         {"key": "three", "image": "e.jpg", "width": 640, "height": 480, "images": []},
     ]
     (folder / "rows.json").write_text(json.dumps(rows))
@@ -170,25 +185,25 @@ def test_rows_with_several_images(folder: Path) -> None:
         {"id": "7#2", "image": "https://x/c", "messages": [1], "row_id": 7},
         {"id": "3#0", "image": "a.jpg", "row_type": 1, "row_width": [1, 2], "row_row_type": "chat"},
         {"id": "3#1", "image": "a.jpg", "row_type": 1, "row_width": [1, 2], "row_row_type": "chat"},
-        {"id": "one", "image": "/d.jpg", "row_image": "thumb.jpg", "row_type": "chat"},
-        {"id": "two", "image": "e.jpg", "row_width": "640", "row_features": "x", "row_modality": "image"},
-        {"id": "three", "image": "e.jpg", "key": "three", "width": 640, "height": 480, "images": []},
+        {"id": "one", "image": "/d.jpg", "type": "chat"},
+        {"id": "two", "image": "e.jpg", "features": "x"},
+        {"id": "three", "image": "e.jpg", "width": 640, "height": 480, "images": []},
     ]
-    assert (told.items, told.rows, told.passed_over) == (8, 7, 2)
+    assert (told.items, told.rows, counts(told)) == (8, 7, {"rows without an image": 2})
     (warning,) = told.warnings
-    assert warning.what == f'of the first 7 files none is there, such as "{folder}/a.jpg"'
-    manifest = write_manifest(folder / "m.jsonl", found)
-    items = read_manifest(str(manifest)).items.to_pylist()
-    assert json.loads(items[0]["extra"]) == {"messages": [1], "row_id": 7}
+    assert warning.what.startswith(f'of the first 7 files none is there, such as "{folder}/a.jpg"')
+    direct = read_manifest("rows.json").items.drop_columns(["line"])
+    again = read_manifest(str(write_manifest(folder / "m.jsonl", found))).items.drop_columns(["line"])
+    assert again.equals(direct), "encode reads what was written to the same items as the source"
 
 
 def test_fields_are_chosen_and_may_be_nested(folder: Path) -> None:
     rows = [{"a": {"b": "x.jpg"}, "m": {"n": 5.0}, "a.b": None}, {"a": {"b": ["y.jpg"]}, "m": {"n": "q"}, "id": "own"}]
     write_manifest(folder / "m.jsonl", [{"a": rows[0]["a"], "m": rows[0]["m"]}, rows[1]])
-    found, _ = made("m.jsonl", image_field="a.b", id_field="m.n")
+    found, _ = made("m.jsonl", image_fields=("a.b",), id_fields=("m.n",))
     assert [(row["id"], row["image"]) for row in found] == [("5", "x.jpg"), ("q#0", "y.jpg")]
     assert (found[0]["a"], found[1]["row_id"]) == ({"b": "x.jpg"}, "own")
-    numbered, _ = made("m.jsonl", image_field="a.b", number_rows=True)
+    numbered, _ = made("m.jsonl", image_fields=("a.b",), number_rows=True)
     assert [row["id"] for row in numbered] == ["0", "1#0"]
 
 
@@ -196,8 +211,8 @@ def test_relative_paths_start_where_one_says(folder: Path) -> None:
     touch(folder / "pictures", "a.jpg")
     (folder / "lists").mkdir()
     write_manifest(folder / "lists" / "m.jsonl", [{"image": "a.jpg"}])
-    found, told = made("lists/m.jsonl", image_dir=Path("pictures"), output=Path("lists/out.jsonl"))
-    assert (found, told.warnings) == ([{"id": "0", "image": "../pictures/a.jpg"}], ())
+    found, told = made("lists/m.jsonl", image_dir="pictures", output=Path("lists/out.jsonl"))
+    assert (found, told.warnings) == ([{"id": "a.jpg", "image": "../pictures/a.jpg"}], ())
     _, told = made("lists/m.jsonl")
     (warning,) = told.warnings
     assert warning.what.startswith(f'of the first 1 files none is there, such as "{str(folder)[:20]}')
@@ -217,30 +232,28 @@ def test_everything_wrong_with_the_rows_is_said_at_once(folder: Path) -> None:
     ]
     (folder / "m.jsonl").write_text("\n".join(rows))
     told = problems("m.jsonl", output=folder / "out.jsonl")
-    assert [text.split("; ")[0] for text in told][:6] == [
-        '2: id "a" is that of m.jsonl:1 already',
+    assert [text.split("; ")[0] for text in told][:3] == [
         "3: id is {}",
-        "4: image holds 5",
-        '5: images holds {"bytes": "AA"}',
-        "5: images holds null",
+        "4: image is 5",
         '6: image "clip.mp4": Kimi-K3 encoder mode supports image input only',
     ]
-    assert told[6].startswith("7: not JSON: ")
-    assert told[7].startswith('8: id "d#0" is that of m.jsonl:5 already')
+    assert told[3].startswith("7: not JSON: ")
+    assert told[4].startswith('2: id "a" stands on line 1 already')
+    assert told[5].startswith('8: id "d#0" stands on line 5 already')
     assert not (folder / "out.jsonl").exists()
     (folder / "one-line.json").write_text(f"[{rows[0]},{rows[1]}]")
-    assert problems("one-line.json")[0].startswith('1:32: id "a" is that of one-line.json:1:2 already')
+    assert problems("one-line.json")[0].startswith('1: id "a" stands on line 1 already')
 
 
 @pytest.mark.parametrize(
     ("content", "wishes", "told"),
     [
-        (b"", {}, "no row names an image; expected one of images, image, image_path, path, file_name, url"),
-        (b'{"img": "a.jpg", "q": 1}', {}, 'chooses another; the rows have "img", "q"'),
-        (b'{"image": "a.jpg"}', {"image_field": "img"}, "no row names an image; expected img"),
-        (b'{"image": "a.jpg"}', {"id_field": "uid"}, "1: uid is missing"),
-        (b"PAR1 and no more", {}, "cannot be read: "),
-        (b"\x1f\x8b\x08 cut", {}, "cannot be read: "),
+        (b"", {}, "the manifest has no items"),
+        (b'{"img": "a", "q": 1}', {}, 'which field it is; the rows have "img", "q"'),
+        (b'{"image": "a.jpg"}', {"image_fields": ("img",)}, "no row names an image; expected img"),
+        (b'{"image": "a.jpg"}', {"id_fields": ("uid",)}, "1: uid is missing"),
+        (b"PAR1 and no more", {}, "cannot read the manifest: "),
+        (b"\x1f\x8b\x08 cut", {}, "cannot read the manifest: "),
     ],
 )
 def test_what_is_wrong_with_a_file(folder: Path, content: bytes, wishes: dict[str, Any], told: str) -> None:
@@ -249,16 +262,23 @@ def test_what_is_wrong_with_a_file(folder: Path, content: bytes, wishes: dict[st
     assert told in problem
 
 
-def test_columns_that_json_cannot_hold_are_named(folder: Path) -> None:
-    touch(folder, "a.jpg")
+def test_what_lies_in_a_table_or_a_tar_is_written_as_an_address(folder: Path) -> None:
+    """No byte is lost: the address leads to the picture, from wherever the manifest lies."""
+    (folder / "in").mkdir()
+    (folder / "out").mkdir()
+    content = png_bytes(40, 30)
+    (folder / "in" / "a.png").write_bytes(content)
+    with tarfile.open(folder / "in" / "x.tar", "w") as archive:
+        archive.add(folder / "in" / "a.png", "a.png")
     kind = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
-    image = pa.array([{"bytes": b"x", "path": "a.jpg"}], kind)
-    pq.write_table(pa.table({"image": image, "t": pa.array([0], pa.timestamp("s"))}), folder / "m.parquet")
-    rows, found = made("m.parquet")
-    assert rows == [{"id": "0", "image": "a.jpg"}]
-    assert [problem.what for problem in found.warnings] == ["left out what JSON cannot hold: image.bytes, t"]
-    pq.write_table(pa.table({"image": pa.array([{"bytes": b"x", "path": None}], kind)}), folder / "m.parquet")
-    assert "write them into files" in problems("m.parquet")[0]
+    table = {"image": pa.array([{"bytes": content, "path": "b.png"}], kind), "t": pa.array([0], pa.timestamp("s"))}
+    pq.write_table(pa.table(table), folder / "in" / "x.parquet")
+    for name, place in (("x.tar", "!tar:"), ("x.parquet", "!parquet:0!image.bytes")):
+        (row,), _ = made(f"in/{name}", output=folder / "out" / f"{name}.jsonl")
+        assert row["image"].startswith(f"../in/{name}{place}")
+        manifest = read_manifest(f"out/{name}.jsonl")
+        assert read_file(resolve(manifest.items["image"][0].as_py(), manifest.base))[0] == content
+    assert (row["t"], row["image_path"]) == ("1970-01-01 00:00:00", "b.png")
 
 
 # --- the command --------------------------------------------------------------------------------------------------
@@ -270,7 +290,10 @@ def test_the_command_and_then_encode(run: Run, tmp_path: Path) -> None:
     rows = [{"images": ["0.png", "1.png"], "q": "\u202ewhat?\x9b"}, {"q": "no image"}, {"images": ["0.png"]}]
     (tmp_path / "rows.json").write_text(json.dumps(rows, ensure_ascii=False))
     done = run("manifest", "rows.json")
-    assert (done.returncode, done.stderr) == (0, "3 items of 3 rows; 1 row without an image passed over\n")
+    assert (done.returncode, done.stderr) == (
+        0,
+        "passed over: rows without an image (1): rows.json:1:50\n3 items of 3 rows\n",
+    )
     lines = done.stdout.splitlines()
     assert lines[0] == '{"id": "0#0", "image": "0.png", "q": "\\u202ewhat?\\u009b"}'
     assert run("manifest", "-", input=(tmp_path / "rows.json").read_text()).stdout == done.stdout
@@ -281,7 +304,7 @@ def test_the_command_and_then_encode(run: Run, tmp_path: Path) -> None:
     assert (again.returncode, "m.jsonl: exists already" in again.stderr) == (2, True)
     assert (
         run("manifest", ".", "-o", "m.jsonl", "--overwrite").stderr
-        == "3 items; 2 other files passed over, in m.jsonl\n"
+        == "passed over: .jsonl files (1): m.jsonl\npassed over: .json files (1): rows.json\n3 items, in m.jsonl\n"
     )
     assert run("manifest", "rows.json", "-o", "m.jsonl", "--overwrite").returncode == 0
     encoded = run("encode", "m.jsonl", "--config", "kimi-k3", "-o", "out")

@@ -1,4 +1,4 @@
-"""Ways to run shard jobs. An engine is a function: jobs in, results out, in any order it likes."""
+"""Shard jobs on a Ray cluster: a task a shard, and in each task the same worker processes as on one machine."""
 
 from __future__ import annotations
 
@@ -8,9 +8,8 @@ import os
 import signal
 import socket
 import threading
-from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -20,37 +19,10 @@ import pyarrow as pa
 from kimik3_prep import __version__
 from kimik3_prep.errors import INSTALL_RAY, InputError, ItemError, PrepError, Problem, RunError
 from kimik3_prep.images.decode import codec_versions
-from kimik3_prep.run.jobs import Control, ShardJob, ShardResult
-from kimik3_prep.run.threads import ImageThreads, Stopped
-from kimik3_prep.run.work import materialize_shard
-
-
-def run_local(jobs: Iterable[ShardJob], workers: int, in_flight: int, control: Control) -> Iterator[ShardResult]:
-    """Run jobs on `workers` image threads of this process; Pillow and torch release the interpreter lock.
-
-    in_flight: shards at a time. With two, one fills while the other is written out; memory holds as many buffers.
-
-    Yields results in job order. Whatever ends the iteration early (an error, Ctrl-C, a closed generator) stops the
-    jobs in flight at their next image and waits for them, for a decoder that does not return two seconds at most.
-    """
-    with (
-        ImageThreads(workers, "image", control.item_timeout, control.stop) as images,
-        ThreadPoolExecutor(in_flight, "shard") as shards,
-    ):
-        pending: deque[Future[ShardResult]] = deque()
-        try:
-            for job in jobs:
-                if len(pending) == in_flight:
-                    yield pending.popleft().result()
-                pending.append(shards.submit(materialize_shard, job, images, control))
-            while pending:
-                yield pending.popleft().result()
-        except BaseException:
-            control.stop.set()
-            raise
-
-
-# --- Ray ----------------------------------------------------------------------------------------------------------
+from kimik3_prep.remote import scheme
+from kimik3_prep.run.machine import available_memory, processors
+from kimik3_prep.run.shard import Control, ShardJob, ShardResult, Stopped, fill_shards
+from kimik3_prep.run.workers import Workers
 
 _RETRIES = 3  # of a shard whose worker is lost; our own errors are never tried again
 _LOOK = 0.5  # seconds between two looks at whether the run was stopped
@@ -68,14 +40,32 @@ _ENVIRONMENT = {
 }
 
 
-def run_ray(jobs: Iterable[ShardJob], workers: int, address: str, control: Control) -> Iterator[ShardResult]:
-    """Run jobs as Ray tasks: each has a worker process, `workers` processors and image threads, and a GPU if it asks.
+@dataclass(frozen=True, slots=True)
+class Crew:
+    """The worker processes that each Ray task starts."""
+
+    workers: int
+    """Processes, and processors that the task asks Ray for."""
+
+    item_timeout: float
+    """Seconds that one item may take."""
+
+    memory: int | None
+    """Bytes that decoded images may take together; None: half of what is free where the task runs."""
+
+    most_failures: int | None
+    """A task with more failed items stops by itself, because the driver hears of them late; None: no limit."""
+
+
+def fill_on_ray(jobs: Iterable[ShardJob], crew: Crew, address: str, control: Control) -> Iterator[ShardResult]:
+    """Run jobs as Ray tasks, each with `crew.workers` processors and worker processes, and a GPU if it asks for one.
 
     address: what `ray.init` takes; `local` starts a Ray on this machine and ends it with the run.
 
-    Yields results as they come. `control` hears of a shard's items once the shard is done. A shard whose worker is lost
-    is run again, three times at most. Whatever ends the iteration early ends the workers.
+    Yields results as they come. `control` hears of a shard's items once the shard is done. Ray runs a shard again,
+    three times at most, when it loses the shard's task. Whatever ends the iteration early ends the tasks.
     """
+    workers = crew.workers
     pending: dict[Future[_Report], ShardJob] = {}
     try:
         with _connected(address, workers, pending) as ray:
@@ -86,14 +76,13 @@ def run_ray(jobs: Iterable[ShardJob], workers: int, address: str, control: Contr
                     yield from _done(ray, pending, control)
                     most = _room(ray, workers)
                 gpus = _gpus(ray, job, control)
-                order = (job, workers, control.item_timeout, control.most_failures, _versions())
+                order = (job, crew, _versions(job.recipe.formats))
                 pending[task.options(num_cpus=workers, num_gpus=gpus).remote(*order).future()] = job
             while pending:
                 yield from _done(ray, pending, control)
     except BaseException:
-        control.stop.set()
         for job in pending.values():
-            job.output.clear_shard(job.shard.name, _GRACE)
+            job.output.clear_shard(job.name, _GRACE)
         raise
 
 
@@ -118,8 +107,7 @@ def _connected(address: str, workers: int, pending: Mapping[Future[_Report], obj
         return
     how: dict[str, Any] = {"address": address, "log_to_driver": False, "logging_level": logging.CRITICAL}
     if address == "local":
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        how |= {"num_cpus": max(workers, cores), "include_dashboard": False, "object_store_memory": _STORE}
+        how |= {"num_cpus": max(workers, processors()), "include_dashboard": False, "object_store_memory": _STORE}
     terminate = signal.getsignal(signal.SIGTERM)
     try:
         _reach(address)
@@ -158,7 +146,7 @@ def _gpus(ray: Any, job: ShardJob, control: Control) -> int:
     if job.device != "cuda":
         return 0
     if ray.cluster_resources().get("GPU", 0) < 1:
-        control.note("--device", f"no node of this Ray has a GPU: {job.shard.name} waits until one joins")
+        control.note("--device", f"no node of this Ray has a GPU: {job.name} waits until one joins")
     return 1
 
 
@@ -167,12 +155,11 @@ def _portable(job: ShardJob) -> ShardJob:
 
     Ray chooses the GPU and shows the worker no other, so it is always the first.
     """
-    rows = job.shard.rows.take(pa.array(range(job.shard.rows.num_rows)))
     return replace(
         job,
         output=job.output.absolute(),
-        base=os.path.abspath(job.base),
-        shard=replace(job.shard, rows=rows),
+        base=job.base if scheme(job.base) else os.path.abspath(job.base),
+        rows=job.rows.take(pa.array(range(job.rows.num_rows))),
         device="cuda" if job.device.startswith("cuda") else job.device,
     )
 
@@ -187,28 +174,28 @@ class _Report:
     error: PrepError | None = None
 
 
-def _ray_task(
-    job: ShardJob, workers: int, item_timeout: float, most_failures: int | None, versions: dict[str, str]
-) -> _Report:
+def _ray_task(job: ShardJob, crew: Crew, versions: dict[str, str]) -> _Report:
     """Runs in a Ray worker. Errors that we raise on purpose are values here: Ray would wrap them, or try again."""
     report = _Report()
     failures = itertools.count(1)
-    control = Control(item_timeout=item_timeout, note=lambda where, text: report.notes.append((where, text)))
+    control = Control(note=lambda where, text: report.notes.append((where, text)))
 
     def on_item(pixels: int, size: int, error: ItemError | None) -> None:
         report.items.append((pixels, size, error))
-        if error is not None and most_failures is not None and next(failures) > most_failures:
-            control.stop.set()
+        if error is not None and crew.most_failures is not None and next(failures) > crew.most_failures:
+            control.stopped = True
 
     control.on_item = on_item
+    memory = available_memory() // 2 if crew.memory is None else crew.memory
     try:
-        _check_versions(versions)
+        _check_versions(versions, job.recipe.formats)
+        # The next run in this folder must not meet a task that has outlived its own run.
         with (
-            # Whoever is given this folder next must not meet a worker that has outlived its run.
-            job.output.holding_shard(job.shard.name, _PATIENCE),
-            ImageThreads(workers, "image", item_timeout, control.stop) as images,
+            job.output.holding_shard(job.name, _PATIENCE),
+            Workers(crew.workers, crew.item_timeout, memory) as workers,
         ):
-            report.result = materialize_shard(job, images, control)
+            for result in fill_shards([job], workers, control):
+                report.result = result
     except Stopped:
         pass
     except PrepError as error:
@@ -216,13 +203,13 @@ def _ray_task(
     return report
 
 
-def _versions() -> dict[str, str]:
+def _versions(formats: tuple[str, ...]) -> dict[str, str]:
     """What must be the same on all machines of a run: the output says which it was made with."""
-    return {"kimik3-prep": __version__, **codec_versions()}
+    return {"kimik3-prep": __version__, **codec_versions(formats)}
 
 
-def _check_versions(expected: dict[str, str]) -> None:
-    found = _versions()
+def _check_versions(expected: dict[str, str], formats: tuple[str, ...]) -> None:
+    found = _versions(formats)
     names = [name for name in sorted({*expected, *found}) if expected.get(name) != found.get(name)]
     if names:
         told = ", ".join(f"{name} {found.get(name)} instead of {expected.get(name)}" for name in names)
@@ -233,7 +220,7 @@ def _done(ray: Any, pending: dict[Future[_Report], ShardJob], control: Control) 
     """Results of the tasks that have ended, if some do soon. Raises RunError, or Stopped once the run was stopped."""
     ready, _ = wait(pending, _LOOK, FIRST_COMPLETED)  # not ray.wait, which makes a KeyboardInterrupt of every signal
     for future in ready:
-        report = _fetch(ray, future, pending.pop(future).shard.name)
+        report = _fetch(ray, future, pending.pop(future).name)
         for where, text in report.notes:
             control.note(where, text)
         for item in report.items:
@@ -242,7 +229,7 @@ def _done(ray: Any, pending: dict[Future[_Report], ShardJob], control: Control) 
             raise report.error
         if report.result is not None:
             yield report.result
-    if control.stop.is_set():
+    if control.stopped:
         raise Stopped
 
 

@@ -1,0 +1,259 @@
+"""A shard job: skip it if it is committed, fill it from worker processes, commit it.
+
+Several shards are in work at a time: workers begin with the next one while the last items of one are still decoded, and
+a thread commits a full one while others are filled. The bytes do not depend on any of it.
+"""
+
+from __future__ import annotations
+
+import functools
+import pickle
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from kimik3_prep.disk import disk_errors
+from kimik3_prep.errors import ItemError
+from kimik3_prep.output.folder import Output
+from kimik3_prep.output.recipe import Recipe
+from kimik3_prep.output.shard_file import ShardFormat, ShardWriter
+from kimik3_prep.output.tables import Outcome, Stored, index_table
+from kimik3_prep.run.item import (
+    LoadItems,
+    Met,
+    PlannedItem,
+    StoreItems,
+    is_slow,
+    memory_of,
+    planned_values,
+    write_blocks,
+)
+from kimik3_prep.run.workers import Task, Workers
+
+if TYPE_CHECKING:
+    from kimik3_prep.pixels.device import Batches
+
+_COMMITS_WAITING = 2  # full shards that may wait for the disk before the next one is begun
+
+
+class Stopped(Exception):
+    """The run was asked to stop; shards that are not committed are gone."""
+
+
+@dataclass(frozen=True, slots=True)
+class ShardJob:
+    """Everything that one shard needs, picklable."""
+
+    output: Output
+    recipe: Recipe
+    name: str
+
+    rows: pa.Table
+    """The shard's rows of the plan."""
+
+    base: str
+    """Where relative image paths start: a folder, or the URL of one."""
+
+    device: str
+    """The torch device of a gpu shard."""
+
+    batch_bytes: int
+    """Most source pixels of one batch on the device, in bytes."""
+
+    @property
+    def group(self) -> str:
+        """The shard's preprocessing path: cpu, gpu or local."""
+        return self.name.rpartition("-")[0]
+
+
+@dataclass(frozen=True, slots=True)
+class ShardResult:
+    """A committed shard in numbers."""
+
+    name: str
+    ok_rows: int
+    failed_rows: int
+    """Manifest rows."""
+
+    images: int
+    """Stored images; several rows may share one."""
+
+    patches: int
+    size: int
+    """Bytes of the shard file."""
+
+
+@dataclass(slots=True)
+class Control:
+    """How a run watches its jobs, and stops them. It lives in the process that planned."""
+
+    on_item: Callable[[int, int, ItemError | None], None] = lambda pixels, size, error: None
+    """Called after each image with its source pixels, its stored bytes, and its error or None."""
+
+    note: Callable[[str, str], None] = lambda where, text: None
+    """Called with an option and a sentence about it that a person should see."""
+
+    stopped: bool = False
+    """Set it, and the jobs end with Stopped at their next item."""
+
+
+def fill_shards(jobs: Iterable[ShardJob], workers: Workers, control: Control) -> Iterator[ShardResult]:
+    """Fill and commit the shards of all jobs that are not committed yet; yield each once it is.
+
+    A failed image is recorded and leaves no gap. Raises RunError where the disk refuses, and Stopped; then nothing of
+    the uncommitted shards stays behind.
+    """
+    in_work: set[_Filling] = set()
+    commits: deque[Future[ShardResult]] = deque()
+
+    def tasks() -> Iterator[Task]:
+        for job in jobs:
+            if not job.output.committed(job.name):
+                wait([commit for commit in commits if not commit.done()][:-_COMMITS_WAITING])
+                shard = _Filling(job, workers, control)
+                in_work.add(shard)
+                yield from shard.tasks()
+
+    with ThreadPoolExecutor(1, "commit") as thread:
+        try:
+            for task, answer in workers.run(tasks()):
+                shard: _Filling = task.tag[0]
+                shard.take(task, answer)
+                if control.stopped:
+                    raise Stopped
+                if shard.full:
+                    commits.append(thread.submit(shard.commit))
+                    in_work.remove(shard)
+                while commits and commits[0].done():
+                    yield commits.popleft().result()
+            while commits:
+                yield commits.popleft().result()
+        finally:
+            for shard in in_work:
+                shard.abandon()
+
+
+class _Filling:
+    """One shard while it is filled: `tasks` go to the workers, `take` gets their answers, `commit` ends it."""
+
+    def __init__(self, job: ShardJob, workers: Workers, control: Control) -> None:
+        self._job, self._workers, self._control = job, workers, control
+        numbers = job.rows["row"].to_numpy()
+        stored = job.rows.take(pa.array(np.flatnonzero(np.diff(numbers, prepend=-1))))  # one plan row an image
+        self._values = planned_values(stored)
+        self._items = [PlannedItem.of(values) for values in self._values]
+        self._results: dict[int, tuple[Met, str] | ItemError] = {}
+        self._not_loaded = len(self._items)
+        self._batches = self._device_batches() if job.group == "gpu" else None
+        patches = self._items[-1].patch_start + self._items[-1].patch_count
+        self._writer = ShardWriter(
+            job.output.shard(job.name), ShardFormat(job.recipe, job.group), len(self._items), patches
+        )
+
+    @property
+    def full(self) -> bool:
+        """Whether every image has its result."""
+        return len(self._results) == len(self._items)
+
+    def tasks(self) -> Iterator[Task]:
+        """Yield a task for each image."""
+        job, writer, on_device = self._job, self._writer, self._batches is not None
+        if on_device:
+            call = pickle.dumps(LoadItems(job.base, job.recipe, self._workers.shared.descriptor))
+        else:
+            call = pickle.dumps(StoreItems(job.base, job.recipe, str(writer.temporary), writer.inode, writer.offset(0)))
+        for values, item in zip(self._values, self._items, strict=True):
+            place = self._workers.shared.allocate(_most_pixel_bytes(item)) if on_device else None
+            kept = self._workers.kept.get(item.image)
+            payload = (values, kept) if place is None else (values, kept, place)
+            yield Task(
+                call,
+                payload,
+                need=memory_of(item, job.recipe),
+                weight=item.width * item.height,
+                slow=is_slow(item.image, job.base),
+                tag=(self, item, place),
+            )
+
+    def take(self, task: Task, answer: Any) -> None:
+        """Note what became of a task's image."""
+        _, item, place = task.tag
+        if isinstance(answer, ItemError):
+            self._keep(item, answer)
+        elif self._batches is None:
+            met, checksum = answer
+            self._keep(item, (met, checksum))
+        else:
+            met, mode, shape = answer
+            self._batches.add((item, met), mode, self._workers.shared.read(place, shape), item.grid)
+        if self._batches is not None:
+            self._workers.shared.free(place)
+            self._not_loaded -= 1
+            if not self._not_loaded:
+                self._batches.finish()
+
+    def commit(self) -> ShardResult:
+        """Close the gaps that failed images left, then commit the shard and its index."""
+        job = self._job
+        kept = [item for item in self._items if not isinstance(self._results[item.row], ItemError)]
+        places = self._writer.finish([(item.grid.thw, item.patch_start, item.patch_count) for item in kept])
+        placed = dict(zip((item.row for item in kept), places, strict=True))
+        outcomes: dict[int, Outcome] = {}
+        for row, result in self._results.items():
+            outcomes[row] = result if isinstance(result, ItemError) else _stored(*placed[row], *result)
+        index = index_table(job.rows, outcomes)
+        size = job.output.shard(job.name).stat().st_size
+        job.output.commit(job.name, index, job.recipe)
+        failed = pc.sum(pc.equal(index["status"], "failed")).as_py()
+        patches = sum(item.patch_count for item in kept)
+        return ShardResult(job.name, index.num_rows - failed, failed, len(kept), patches, size)
+
+    def abandon(self) -> None:
+        """Remove the unfinished file."""
+        self._writer.abort()
+
+    def _keep(self, item: PlannedItem, result: tuple[Met, str] | ItemError) -> None:
+        self._results[item.row] = result
+        pixels = item.width * item.height
+        if isinstance(result, ItemError):
+            self._control.on_item(pixels, 0, result)
+        else:
+            self._control.on_item(pixels, item.patch_count * self._job.recipe.patch_bytes, None)
+
+    def _device_batches(self) -> Batches:
+        """Where a gpu shard's pixels are computed: batches of one shape, whose patches are stored as they come back."""
+        from kimik3_prep.pixels.device import Batches, device_backend
+        from kimik3_prep.pixels.tensors import to_array
+
+        recipe = self._job.recipe
+
+        def emit(tag: tuple[PlannedItem, Met], patches: Any) -> None:
+            item, met = tag
+            if isinstance(patches, ItemError):
+                self._keep(item, patches)
+                return
+            place = self._writer.offset(item.patch_start)
+            with disk_errors(self._writer.temporary):
+                checksum, _ = write_blocks(self._writer.descriptor, place, iter([to_array(patches.cpu())]))
+            self._keep(item, (met, checksum))
+
+        backend = device_backend(self._job.device, recipe.config, recipe.dtype)
+        note = functools.partial(self._control.note, "--batch-bytes")
+        # Besides what waits in a batch, the one before it is in memory as pixels and as patches.
+        batch_bytes = min(self._job.batch_bytes, max(1 << 20, self._workers.memory // 16))
+        return Batches(backend, batch_bytes, emit, note)
+
+
+def _stored(row: int, patch_start: int, met: Met, checksum: str) -> Stored:
+    return Stored(row, patch_start, met.mode, met.format, met.exif_orientation, met.content_hash, checksum)
+
+
+def _most_pixel_bytes(item: PlannedItem) -> int:
+    """Bytes that an image's pixels take in shared memory at most: four channels, before or after the resize."""
+    return 4 * max(item.width * item.height, item.grid.new_w * item.grid.new_h)
