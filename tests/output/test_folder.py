@@ -112,7 +112,7 @@ def test_overwrite_removes_our_files_and_keeps_the_others(output: Output) -> Non
     for name in ours + others:
         (output.root / name).write_text(name)
     output.begin(recipe(dtype="uint8"), VERSIONS, overwrite=True)
-    assert sorted(tree(output.root)) == sorted([*others, "run.json", "shards"])
+    assert sorted(tree(output.root)) == sorted([*others, "run.json"])
     record = output.record()
     assert record is not None
     assert record.recipe.dtype == "uint8"
@@ -172,7 +172,6 @@ def test_commits_are_taken_back_index_first(output: Output, monkeypatch: pytest.
     assert removed == ["index.parquet", *endings]
     assert sorted(tree(output.root)) == [
         "run.json",
-        "shards",
         "shards/cpu-00001.parquet",
         "shards/cpu-00001.safetensors",
     ]

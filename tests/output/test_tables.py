@@ -252,7 +252,7 @@ def test_any_id_is_only_text(output: Output, tmp_path: Path) -> None:
     names, failed = commit(output, plan)
     output.finish(names, failed, recipe())
     assert output.read_index()["id"].to_pylist() == ids
-    assert sorted(tree(output.root)) == ["index.parquet", "shards", "shards/cpu-00000.parquet"]
+    assert sorted(tree(output.root)) == ["index.parquet", "shards/cpu-00000.parquet"]
 
 
 def test_the_index_commits_a_shard_and_only_beside_it(output: Output, tmp_path: Path) -> None:

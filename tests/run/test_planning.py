@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pytest
 from conftest import Silent, picture, write_manifest
 from hypothesis import given, settings
@@ -14,13 +15,13 @@ from hypothesis import strategies as st
 
 from kimik3_prep.checkpoint.grid import GridRule
 from kimik3_prep.errors import ItemError
-from kimik3_prep.images.decode import Probe, probe
 from kimik3_prep.manifest.read import read_manifest
 from kimik3_prep.output.tables import PLAN_SCHEMA, split_shards
 from kimik3_prep.run import planning
 from kimik3_prep.run.check import Settings, check
 from kimik3_prep.run.item import planned_items
 from kimik3_prep.run.planning import Headers, Spans, find_spans, join_equal, make_plan
+from kimik3_prep.run.workers import Workers
 
 # --- headers --------------------------------------------------------------------------------------------------------
 
@@ -30,20 +31,13 @@ def asked(tmp_path: Path, rows: list[dict[str, object]], **more: object) -> Sett
     return Settings(manifest=str(manifest), output=tmp_path / "out", config="kimi-k3", **more)  # type: ignore[arg-type]
 
 
-@pytest.fixture
-def probed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Names of the files whose headers were read."""
-    names: list[str] = []
-
-    def recording(source: str, *arguments: int) -> Probe:
-        names.append(Path(source).name)
-        return probe(source, *arguments)
-
-    monkeypatch.setattr(planning, "probe", recording)
-    return names
+def plan(wanted: Settings, reporter: Silent) -> pa.Table:
+    """The plan that a run would make."""
+    with Workers(1, 60, 1 << 30) as workers:
+        return planning.plan(wanted, check(wanted, Silent()), workers, reporter)
 
 
-def test_headers_are_read_once_and_only_where_the_manifest_gives_no_size(tmp_path: Path, probed: list[str]) -> None:
+def test_headers_are_read_once_and_only_where_the_manifest_gives_no_size(tmp_path: Path) -> None:
     for name in ("a", "b"):
         picture(64, 48).save(tmp_path / f"{name}.png")
     rows: list[dict[str, object]] = [
@@ -53,9 +47,10 @@ def test_headers_are_read_once_and_only_where_the_manifest_gives_no_size(tmp_pat
         {"id": "4", "image": "gone.png"},
     ]
     wanted = asked(tmp_path, rows)
-    plan = planning.plan(wanted, check(wanted, Silent()), Silent()).to_pylist()
-    assert sorted(probed) == ["a.png", "gone.png"]
-    assert [(row["id"], row["width"], row["format"], row["error_code"]) for row in plan] == [
+    reporter = Silent()
+    rows = plan(wanted, reporter).to_pylist()
+    assert reporter.phases == [("headers", 2)]
+    assert [(row["id"], row["width"], row["format"], row["error_code"]) for row in rows] == [
         ("1", 64, "PNG", None),
         ("2", 64, "PNG", None),
         ("3", 64, None, None),
@@ -69,8 +64,7 @@ def test_the_shard_size_is_in_bytes_of_the_stored_type(tmp_path: Path) -> None:
     rows: list[dict[str, object]] = [{"image": f"{name}.png"} for name in ("a", "b", "c")]
     for dtype, size, shards in (("uint8", 400 * 588 * 2, 2), ("float32", 400 * 588 * 2, 3), ("float32", 1 << 30, 1)):
         wanted = asked(tmp_path, rows, dtype=dtype, shard_size=size)
-        plan = planning.plan(wanted, check(wanted, Silent()), Silent())
-        assert len(set(plan["shard"].to_pylist())) == shards
+        assert len(set(plan(wanted, Silent())["shard"].to_pylist())) == shards
 
 
 # --- spans ----------------------------------------------------------------------------------------------------------
