@@ -300,6 +300,9 @@ class StoreItems:
     file: str
     """The unfinished shard, which the driver made at its full size."""
 
+    size: int
+    """Its bytes."""
+
     inode: int
     """What tells that file from one that somebody put in its place."""
 
@@ -310,7 +313,7 @@ class StoreItems:
         """Store one item. Raises ItemError; RunError where the disk refuses."""
         item = PlannedItem.of(payload[0])
         met, blocks = prepare_item(item, self.base, self.recipe, encoded)
-        with disk_errors(Path(self.file)):
+        with disk_errors(Path(self.file).with_suffix(""), self.size):
             descriptor = _files.descriptor(self.file, self.inode)
             place = self.patches_at + item.patch_start * self.recipe.patch_bytes
             checksum, size = write_blocks(descriptor, place, blocks)
