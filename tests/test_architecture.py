@@ -30,7 +30,7 @@ HOUSE: dict[str, tuple[str, ...]] = {
         *("machine", "spool", "item", "worker", "workers", "shard", "ray"),
         *("check", "planning", "fill", "prepare"),
     ),
-    "reading": ("stored", "engines", "features", "training", "verify", "pictures", "sheets", "inspection"),
+    "reading": ("stored", "engines", "features", "training", "verify", "pictures", "inspection"),
     "screen": ("terminal", "progress", "answers", "process"),
 }
 DOORS = ("cli", "__main__")

@@ -124,6 +124,16 @@ class Recipe:
         return 3 * self.config.patch_size**2 * DTYPES[self.dtype].itemsize
 
 
+def odd_metadata(metadata: Mapping[str, Any]) -> str:
+    """Return what is odd about a recipe's part in a shard or an index; empty if nothing is."""
+    rules = {**_RULES[PreprocessorConfig], **_RULES[Recipe]}
+    names = ("dtype", "index_only", "image_mean", "image_std", "patch_size", "merge_size")
+    for name in names:
+        if name in metadata and not rules[name].allows(metadata[name]):
+            return f"its {name} is {_shown(metadata[name])}, not {rules[name].expected}"
+    return ""
+
+
 def fingerprint(facts: Mapping[str, Any]) -> str:
     """Return the digest of a recipe's facts."""
     return hashlib.sha256(canonical_json(facts).encode()).hexdigest()

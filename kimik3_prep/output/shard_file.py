@@ -18,7 +18,7 @@ import numpy as np
 from kimik3_prep.checkpoint.levels import DTYPES, DType
 from kimik3_prep.disk import create, disk_errors, sync
 from kimik3_prep.errors import InputError, Problem, ShardInUse
-from kimik3_prep.output.recipe import FORMAT, METADATA_KEY, Recipe, canonical_json
+from kimik3_prep.output.recipe import FORMAT, METADATA_KEY, Recipe, canonical_json, odd_metadata
 
 _MOVED_AT_ONCE = 8 << 20
 
@@ -218,6 +218,8 @@ def _unlike_ours(metadata: Any, tensors: Mapping[str, Tensor]) -> str:
         return f"its metadata has no {METADATA_KEY}"
     if (version := metadata.get("format", FORMAT)) != FORMAT:
         return f"its format is {version!r}, this version reads format {FORMAT}"
+    if reason := odd_metadata(metadata):
+        return reason
     pixels, grids = tensors["pixel_values"], tensors["grid_thws"]
     if pixels.dtype not in _BY_SAFETENSORS or len(pixels.shape) != 4 or pixels.shape[1] != 3:
         return f"pixel_values is {pixels.dtype} {list(pixels.shape)}, not [patches, 3, p, p]"

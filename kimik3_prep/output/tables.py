@@ -12,7 +12,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import Any, BinaryIO
 
 import numpy as np
 import pyarrow as pa
@@ -23,10 +23,7 @@ from kimik3_prep import strict_json
 from kimik3_prep.errors import InputError, ItemError, Problem
 from kimik3_prep.manifest.read import ITEM_SCHEMA
 from kimik3_prep.manifest.row import short_image
-from kimik3_prep.output.recipe import FORMAT, METADATA_KEY, canonical_json
-
-if TYPE_CHECKING:
-    pass
+from kimik3_prep.output.recipe import FORMAT, METADATA_KEY, canonical_json, odd_metadata
 
 #: Preprocessing paths in the order their shards are filled; the group names a shard: `cpu-00000`.
 GROUPS = ("cpu", "gpu", "local")
@@ -257,8 +254,11 @@ def _unlike_an_index(file: parquet.ParquetFile, wanted: Iterable[str]) -> str:
         metadata = strict_json.parse(texts.pop(), "its metadata")
     except strict_json.JsonProblem as error:
         return str(error)
-    version = metadata.get("format", FORMAT) if isinstance(metadata, dict) else metadata
-    return "" if version == FORMAT else f"its format is {version!r}, this version reads format {FORMAT}"
+    if not isinstance(metadata, dict):
+        return "its metadata is no object"
+    if (version := metadata.get("format", FORMAT)) != FORMAT:
+        return f"its format is {version!r}, this version reads format {FORMAT}"
+    return odd_metadata(metadata)
 
 
 def merge_indexes(
