@@ -200,23 +200,21 @@ def encode(
     """Encode a manifest of images into shards of pixel features."""
     from kimik3_prep.images.formats import parse_formats
     from kimik3_prep.manifest.row import Selection
-    from kimik3_prep.output.plan import parse_size
-    from kimik3_prep.run import check, ranges
+    from kimik3_prep.run import check
     from kimik3_prep.run import prepare as run
     from kimik3_prep.run.machine import processors
     from kimik3_prep.screen.progress import ProgressReporter
 
-    folder, store = check.destination(output, staging, manifest)
     settings = check.Settings(
         manifest=manifest,
-        output=folder,
-        store=store,
+        output=output or check.default_output(manifest),
+        staging=staging,
         config=config,
         backend=backend,
         dtype=dtype,
         device=device,
-        batch_bytes=parse_size(batch_bytes, "--batch-bytes"),
-        shard_size=parse_size(shard_size, "--shard-size"),
+        batch_bytes=check.parse_size(batch_bytes, "--batch-bytes"),
+        shard_size=check.parse_size(shard_size, "--shard-size"),
         workers=workers or processors(),
         dedupe=dedupe,
         max_tokens=max_tokens,
@@ -226,7 +224,7 @@ def encode(
         image_dir=image_dir,
         limit=limit,
         max_pixels=max_pixels,
-        memory=parse_size(memory, "--memory") if memory else None,
+        memory=check.parse_size(memory, "--memory") if memory else None,
         item_timeout=item_timeout,
         on_error=on_error,
         max_failures=max_failures,
@@ -236,9 +234,9 @@ def encode(
         index_only=index_only,
         engine=engine,
         ray_address=ray_address,
-        shard_range=None if shard_range is None else ranges.parse_range(shard_range),
+        shard_range=None if shard_range is None else check.parse_range(shard_range),
     )
-    work = run.dry_run if dry_run else ranges.prepare_range if settings.shard_range else run.prepare
+    work = run.dry_run if dry_run else run.prepare_range if settings.shard_range else run.prepare
     with ProgressReporter(progress) as reporter:
         summary = work(settings, reporter)
     answers.give(replace(summary, warnings=tuple(reporter.warnings), passed_over=reporter.passed_over), format)
@@ -251,11 +249,11 @@ def finish(
     format: Format = "text",
 ) -> None:
     """Write the final index, once all ranges of a run have filled their shards."""
-    from kimik3_prep.run import ranges
+    from kimik3_prep.run import prepare as run
     from kimik3_prep.screen.progress import ProgressReporter
 
     with ProgressReporter(False) as reporter:
-        summary = ranges.finish(path, reporter)
+        summary = run.finish(path, reporter)
     answers.give(replace(summary, warnings=tuple(reporter.warnings), passed_over=reporter.passed_over), format)
     raise typer.Exit(1 if summary.failed else 0)
 

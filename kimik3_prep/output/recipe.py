@@ -22,6 +22,9 @@ from kimik3_prep.images.formats import EXTRAS
 #: Version of everything on disk. A reader refuses any other.
 FORMAT = 1
 
+#: The one metadata key of a shard and of an index. Several keys would come out in random order.
+METADATA_KEY = "kimik3_prep"
+
 
 @dataclass(frozen=True, slots=True)
 class Recipe:

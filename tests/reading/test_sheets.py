@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 import reference
-from conftest import Run, Silent, picture, write_manifest
+from conftest import Run, Silent, picture, shard_format, write_manifest
 from PIL import Image, ImageFont
 
 from kimik3_prep.errors import InputError, StoreError
-from kimik3_prep.output.shard_file import ShardFormat, ShardWriter
+from kimik3_prep.output.shard_file import ShardWriter
 from kimik3_prep.reading import pictures as sheets
 from kimik3_prep.reading.pictures import Entry, ShardSource, make_thumbnail, render
 from kimik3_prep.run.prepare import Settings, prepare
@@ -43,7 +43,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def shard_of(path: Path, grids: list[tuple[int, int, int]], **metadata: Any) -> Path:
     """A uint8 shard of random levels, without an index."""
     patches = sum(math.prod(grid) for grid in grids)
-    writer = ShardWriter(path, ShardFormat("uint8", 14, {**METADATA, **metadata}), len(grids), patches)
+    writer = ShardWriter(path, shard_format("uint8", 14, {**METADATA, **metadata}), len(grids), patches)
     os.pwrite(writer.descriptor, np.random.default_rng(0).bytes(patches * 588), writer.offset(0))
     starts = np.cumsum([0, *map(math.prod, grids)]).tolist()
     writer.finish([(grid, start, math.prod(grid)) for grid, start in zip(grids, starts, strict=False)])
@@ -202,7 +202,7 @@ def test_a_shard_without_its_index(tmp_path: Path) -> None:
 def test_a_damaged_shard_is_said(
     tmp_path: Path, grids: list[tuple[int, int, int]], metadata: dict[str, Any], words: str
 ) -> None:
-    form = ShardFormat("uint8", 14, {key: value for key, value in (METADATA | metadata).items() if value is not None})
+    form = shard_format("uint8", 14, {key: value for key, value in (METADATA | metadata).items() if value is not None})
     writer = ShardWriter(tmp_path / "cpu-00000.safetensors", form, 2, 10)
     writer.finish([(grids[0], 0, 4), (grids[1], 4, 6)])
     with pytest.raises(InputError, match=words):
