@@ -169,6 +169,7 @@ def test_json_documents_are_as_the_readme_says(run: Run, tmp_path: Path) -> None
     commands: list[tuple[str, list[str]]] = [
         ("validate-config", ["validate-config", "kimi-k3"]),
         ("validate-config", ["validate-config", "broken.json", "--write-fixed", "fixed.json"]),
+        ("validate-config A B", ["validate-config", "kimi-k3", "broken.json", "--strict"]),
         ("manifest", ["manifest", "sample", "-o", "m.jsonl"]),
         ("manifest", ["manifest", rows, "-o", "nowhere.jsonl", "--image-dir", "/nowhere"]),
         ("encode --dry-run", ["encode", rows, *config, "--dry-run"]),
