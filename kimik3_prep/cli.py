@@ -164,6 +164,9 @@ def encode(
     exif: Annotated[
         Literal["ignore", "apply"], typer.Option(help="What to do with EXIF orientations: the checkpoint ignores them.")
     ] = "ignore",
+    formats: Annotated[
+        str, typer.Option(help="Read +heif or +jxl (+heif,+jxl) as well, each with the extra of its name.")
+    ] = "",
     item_timeout: Annotated[
         float, typer.Option(min=0.001, help="Most seconds for reading and decoding one image; then it has failed.")
     ] = 300,
@@ -189,6 +192,7 @@ def encode(
     format: Format = "text",
 ) -> None:
     """Encode a manifest of images into shards of pixel features."""
+    from kimik3_prep.images.formats import parse_formats
     from kimik3_prep.manifest.row import Selection
     from kimik3_prep.output.plan import parse_size
     from kimik3_prep.run import check, ranges
@@ -211,6 +215,7 @@ def encode(
         dedupe=dedupe,
         max_tokens=max_tokens,
         exif=exif,
+        formats=parse_formats(formats),
         select=Selection(tuple(image_field or ()), tuple(id_field or ()), number_rows),
         image_dir=image_dir,
         limit=limit,

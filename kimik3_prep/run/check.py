@@ -15,6 +15,7 @@ from kimik3_prep.checkpoint.config import Place, PreprocessorConfig, find_config
 from kimik3_prep.errors import INSTALL_RAY, InputError, Problem
 from kimik3_prep.images.address import is_data_url, resolve, split
 from kimik3_prep.images.decode import DEFAULT_MAX_PIXELS
+from kimik3_prep.images.formats import missing
 from kimik3_prep.manifest.read import ITEM_SCHEMA, Manifest, base_of, is_pattern, read_manifest
 from kimik3_prep.manifest.report import PassedOver, show
 from kimik3_prep.manifest.row import NO_SELECTION, Selection
@@ -58,6 +59,8 @@ class Settings:
     engine: Literal["local", "ray"] = "local"
     ray_address: str | None = None
     shard_range: tuple[int, int] | None = None
+    formats: tuple[str, ...] = ()
+    """Formats that packages of their own read, by the names in `EXTRAS`."""
 
     @property
     def ray(self) -> str:
@@ -162,6 +165,7 @@ def check(settings: Settings, reporter: Reporter) -> Checked:
 
 def _odd_settings(settings: Settings) -> Iterator[Problem]:
     """Options that cannot be, or not together."""
+    yield from missing(settings.formats)
     if settings.engine == "ray" and find_spec("ray") is None:
         yield Problem("--engine ray", "Ray is not installed", hint=INSTALL_RAY)
     if settings.engine != "ray" and settings.ray_address is not None:
