@@ -454,11 +454,23 @@ class _Computer(Protocol):
 
     name: str
 
-    def compute(self, item: PlannedItem, base: str) -> tuple[npt.NDArray[np.uint8], str] | None:
-        """The bytes of the patches and the content hash of the source; None for an item that it cannot take.
+    def compute(self, item: PlannedItem, base: str) -> _Computed | None:
+        """Compute the item's features; None for an item that it cannot take.
 
-        Raises ItemError where the source cannot be read any more.
+        Raises ItemError where the image cannot be read any more, or is another one.
         """
+
+
+@dataclass(frozen=True, slots=True)
+class _Computed:
+    """The features of one item as of today."""
+
+    content_hash: str
+    """Of the encoded bytes that were read."""
+    unlike: str = ""
+    """Why there are no patches to compare, in words that go on after the computer's name."""
+    patches: npt.NDArray[Any] | None = None
+    """`[L, 3, p, p]`; None where `unlike` says why."""
 
 
 class _Again:
@@ -513,17 +525,19 @@ class _Again:
                 result = computer.compute(item, self._base)
             except ItemError as error:
                 compared = True
-                yield Finding(file, image.id, f"{computer.name} cannot compute it: {error}", "restore the image")
+                yield Finding(file, image.id, f"the image cannot be computed again: {error}", "restore the image")
                 continue
             if result is None:
                 continue
             compared = True
-            values, content_hash = result
-            if content_hash != image.content_hash:
-                what = f"the image is another one now ({content_hash}, encoded was {image.content_hash})"
+            unlike = result.unlike
+            if result.patches is not None and not np.array_equal(result.patches.reshape(-1).view(np.uint8), stored):
+                unlike = "gives other bytes"
+            if result.content_hash != image.content_hash:
+                what = f"the image is another one now ({result.content_hash}, encoded was {image.content_hash})"
                 yield Finding(file, image.id, what, "restore the image, or encode the new one into another folder")
-            elif not np.array_equal(values, stored):
-                what = f"{computer.name} gives other bytes; {_versions_compared(self._record)}"
+            elif unlike:
+                what = f"{computer.name} {unlike}; {_versions_compared(self._record)}"
                 yield Finding(file, image.id, what, _DIFFERENT)
         self.compared += compared
 
@@ -580,10 +594,10 @@ class _Backend:
     def __init__(self, recipe: Recipe) -> None:
         self._recipe = recipe
 
-    def compute(self, item: PlannedItem, base: str) -> tuple[npt.NDArray[np.uint8], str]:
+    def compute(self, item: PlannedItem, base: str) -> _Computed:
         """As in `_Computer`."""
-        met, values = item_patches(item, base, self._recipe, same_file=False)
-        return values.view(np.uint8).reshape(-1), met.content_hash
+        met, patches = item_patches(item, base, self._recipe, same_file=False)
+        return _Computed(met.content_hash, patches=patches)
 
 
 class _Processor:
@@ -595,21 +609,25 @@ class _Processor:
         self._recipe = recipe
         self._processor = _load_processor(folder, trusted)
 
-    def compute(self, item: PlannedItem, base: str) -> tuple[npt.NDArray[np.uint8], str] | None:
+    def compute(self, item: PlannedItem, base: str) -> _Computed | None:
         """As in `_Computer`. It takes no features made elsewhere, and no images scaled by --max-tokens."""
         from kimik3_prep.pixels.ready import ReadyFeatures, cast_features
 
         if item.made_elsewhere or item.in_patch_limit is not None:
             return None
         decoded = decode_item(item, base, self._recipe, same_file=False)
-        with foreign_errors():
-            result = self._processor.preprocess([{"type": "image", "image": decoded.image}], return_tensors="pt")
-        grids = np.asarray(result["grid_thws"]).reshape(-1).tolist()
-        if grids != list(item.grid.thw):
-            raise ItemError("size_mismatch", f"its grid is {grids}, stored is {list(item.grid.thw)}")
-        pixels = np.ascontiguousarray(result["pixel_values"])
-        values = cast_features(ReadyFeatures(pixels, pixels.dtype.name), self._recipe.config, self._recipe.dtype)
-        return values.view(np.uint8).reshape(-1), decoded.content_hash
+        try:
+            with foreign_errors():
+                result = self._processor.preprocess([{"type": "image", "image": decoded.image}], return_tensors="pt")
+                grid = np.asarray(result["grid_thws"]).reshape(-1).tolist()
+                pixels = np.ascontiguousarray(result["pixel_values"])
+                features = ReadyFeatures(pixels, pixels.dtype.name)
+                patches = cast_features(features, self._recipe.config, self._recipe.dtype)
+        except ItemError as error:
+            return _Computed(decoded.content_hash, f"fails: {error.message}")
+        if grid != list(item.grid.thw):
+            return _Computed(decoded.content_hash, f"gives the grid {grid}, stored is {list(item.grid.thw)}")
+        return _Computed(decoded.content_hash, patches=np.ascontiguousarray(patches))
 
 
 def _load_processor(folder: Path, trusted: bool) -> Any:
