@@ -5,7 +5,6 @@ Numpy and Arrow only. `features.py` makes tensors of it, `pictures.py` pictures.
 
 from __future__ import annotations
 
-import json
 import operator
 from bisect import bisect_left
 from functools import cached_property, lru_cache
@@ -21,8 +20,9 @@ import xxhash
 from kimik3_prep.checkpoint.levels import DTYPES
 from kimik3_prep.errors import ChecksumDiffers, FailedItem, InputError, ItemError, Problem, SpanDiffers, StoreError
 from kimik3_prep.output.folder import Output
-from kimik3_prep.output.recipe import METADATA_KEY, Recipe
+from kimik3_prep.output.recipe import Recipe
 from kimik3_prep.output.shard_file import open_shard
+from kimik3_prep.output.tables import index_metadata
 
 #: An item: its id, or its manifest row from 0 (negative: from the end).
 Key = str | SupportsIndex
@@ -237,9 +237,9 @@ def _read_finished(layout: Output) -> pa.Table:
 
 def _metadata(layout: Output, table: pa.Table) -> dict[str, Any]:
     """What the index says of all its shards. Raises InputError for an index that does not say it."""
-    about = json.loads((table.schema.metadata or {}).get(METADATA_KEY.encode(), b"{}"))
-    missing = [name for name in _ABOUT if name not in about]
-    if missing or about["dtype"] not in DTYPES:
-        what = f"does not say the {missing[0]} of its shards" if missing else f"its dtype is {about['dtype']!r}"
+    metadata = index_metadata(table)
+    missing = [name for name in _ABOUT if name not in metadata]
+    if missing:
+        what = f"does not say the {missing[0]} of its shards"
         raise InputError([Problem(str(layout.index), what, "the index.parquet that `kimik3-prep encode` wrote")])
-    return dict(about)
+    return metadata

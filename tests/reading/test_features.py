@@ -301,7 +301,7 @@ def test_an_index_that_says_nothing_of_its_shards_is_refused(copy: Path) -> None
         FeatureStore(copy)
     about = {**json.loads(table.schema.metadata[b"kimik3_prep"]), "dtype": "int4"}
     pq.write_table(table.replace_schema_metadata({"kimik3_prep": json.dumps(about)}), copy / "index.parquet")
-    with pytest.raises(InputError, match="its dtype is 'int4'"):
+    with pytest.raises(InputError, match='its dtype is "int4"'):
         FeatureStore(copy)
 
 
