@@ -11,6 +11,7 @@ from typing import NamedTuple
 from PIL import Image
 
 from kimik3_prep.images.decode import FORMATS
+from kimik3_prep.images.packed import PACKINGS
 
 #: What file names of images end in: the suffixes Pillow gives the formats that are decoded.
 SUFFIXES = frozenset(suffix for suffix, name in Image.EXTENSION.items() if name in (*FORMATS, "MPO", "DIB"))
@@ -50,10 +51,7 @@ _MAGIC: tuple[tuple[int, bytes, Kind], ...] = (
     (0, b"PAR1", Kind("parquet", "Parquet")),
     (0, b"ARROW1", Kind("arrow", "Arrow")),
     (0, b"\xff\xff\xff\xff", Kind("arrow", "Arrow")),
-    (0, b"\x1f\x8b", Kind("packed", "gzip")),
-    (0, b"BZh", Kind("packed", "bz2")),
-    (0, b"\xfd7zXZ\0", Kind("packed", "xz")),
-    (0, b"\x28\xb5\x2f\xfd", Kind("packed", "zstd")),
+    *((0, magic, Kind("packed", packing)) for magic, packing in PACKINGS.items()),
     (0, b"PK\x03\x04", Kind("other", "a zip archive", f"name its images as zip://NAME::FILE.zip, or {_EXTRACT}")),
     (0, b"7z\xbc\xaf\x27\x1c", Kind("other", "a 7z archive", _EXTRACT)),
     (0, b"Rar!", Kind("other", "a RAR archive", _EXTRACT)),

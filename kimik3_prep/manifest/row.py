@@ -235,6 +235,8 @@ def _find(rest: dict[str, Any], cells: tuple[str, ...], select: Selection, where
         pictures = _of_fields([(key, value)], where, report)
         if any(pictures.found) or report.total > before:
             return pictures
+    if cells:  # a row of a table of images, without one
+        return _Pictures([])
     looked = _by_looks({key: value for key, value in rest.items() if key != page})
     return looked if looked.found or not page else _of_fields([(page, rest[page])], where, report)
 
