@@ -164,6 +164,9 @@ def encode(
     exif: Annotated[
         Literal["ignore", "apply"], typer.Option(help="What to do with EXIF orientations: the checkpoint ignores them.")
     ] = "ignore",
+    formats: Annotated[
+        str, typer.Option(help="Read +heif or +jxl (+heif,+jxl) as well, each with the extra of its name.")
+    ] = "",
     item_timeout: Annotated[
         float, typer.Option(min=0.001, help="Most seconds for reading and decoding one image; then it has failed.")
     ] = 300,
@@ -173,6 +176,9 @@ def encode(
     image_root: Annotated[
         Path | None, typer.Option(help="Refuse a manifest that names files outside this folder, or URLs.")
     ] = None,
+    on_missing: Annotated[
+        Literal["stop", "record"], typer.Option(help="Where none of the first files is there: stop, or go on.")
+    ] = "stop",
     on_error: Annotated[
         Literal["record", "fail"], typer.Option(help="Record a failed item and go on, or stop the run.")
     ] = "record",
@@ -189,6 +195,7 @@ def encode(
     format: Format = "text",
 ) -> None:
     """Encode a manifest of images into shards of pixel features."""
+    from kimik3_prep.images.formats import parse_formats
     from kimik3_prep.manifest.row import Selection
     from kimik3_prep.output.plan import parse_size
     from kimik3_prep.run import check, ranges
@@ -211,8 +218,10 @@ def encode(
         dedupe=dedupe,
         max_tokens=max_tokens,
         exif=exif,
-        select=Selection(tuple(image_field or ()), tuple(id_field or ()), number_rows),
+        formats=parse_formats(formats),
+        select=Selection(tuple(image_field or ()), tuple(id_field or ()), number_rows, parse_formats(formats)),
         image_dir=image_dir,
+        on_missing=on_missing,
         limit=limit,
         max_pixels=max_pixels,
         memory=parse_size(memory, "--memory") if memory else None,

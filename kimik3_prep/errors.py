@@ -9,6 +9,8 @@
     │   ├── WorkersDoNotStart     worker processes end before they do anything (exit 3)
     │   ├── PatchesMissing        an item's patches do not fill its place (exit 3)
     │   ├── FileReplaced          somebody put another file in the place of one being written (exit 3)
+    │   ├── NoMoreFiles           the process may open no more files (exit 3)
+    │   ├── LibraryRefuses        a library that Pillow decodes with cannot be loaded (exit 3)
     │   └── CannotPrint           standard output takes no more text (exit 3)
     ├── Interrupted               Ctrl-C (exit 130) or SIGTERM (exit 143) stopped the command
     ├── StoreError                stored features cannot be read: a shard is gone, damaged or of another run (exit 3)
@@ -169,6 +171,24 @@ class CannotPrint(RunError):
 
     def __str__(self) -> str:
         return f"cannot write to standard output: {self.args[0]}"
+
+
+class NoMoreFiles(RunError):
+    """The process may open no more files, which is no fault of an image. Facts: the system's reason."""
+
+    def __str__(self) -> str:
+        return (
+            f"cannot open an image: {self.args[0]}. Raise the limit (`ulimit -n`) or lower --workers, and run the same "
+            "command to continue."
+        )
+
+
+class LibraryRefuses(RunError):
+    """A library that Pillow decodes with is installed and cannot be loaded. Facts: the module, the reason."""
+
+    def __str__(self) -> str:
+        module, reason = self.args
+        return f"{module} cannot be loaded, and without it images may decode differently: {reason}"
 
 
 class Interrupted(PrepError):

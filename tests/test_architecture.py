@@ -22,7 +22,7 @@ CONTRIBUTING = ROOT / ".github" / "CONTRIBUTING.md"
 HOUSE: dict[str, tuple[str, ...]] = {
     "": ("__init__", "errors", "strict_json", "disk", "remote"),
     "checkpoint": ("levels", "grid", "rules", "config"),
-    "images": ("address", "cell", "packed", "source", "decode"),
+    "images": ("address", "cell", "packed", "source", "formats", "decode"),
     "manifest": ("report", "magic", "row", "text", "tar", "columns", "folder", "read", "missing", "write"),
     "pixels": ("resample", "tensors", "cpu", "device", "ready"),
     "output": ("recipe", "spans", "plan", "shard_file", "tables", "folder", "mirror", "totals"),

@@ -12,6 +12,8 @@ import logging
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from importlib import import_module
+from importlib.util import find_spec
 from typing import Any, BinaryIO, Literal
 
 from PIL import (  # noqa: F401  (importing a plugin registers its decoder)
@@ -34,7 +36,9 @@ from PIL import (  # noqa: F401  (importing a plugin registers its decoder)
 )
 from PIL.Image import core as _core  # type: ignore[attr-defined]
 
-from kimik3_prep.errors import ItemError
+from kimik3_prep.errors import ItemError, LibraryRefuses
+from kimik3_prep.images.formats import EXTRAS, decoder, jxl_size
+from kimik3_prep.images.formats import versions as extra_versions
 from kimik3_prep.images.source import Encoded, Stamp, foreign_errors, hashed, opened
 
 #: Pillow's own limit before it calls an image a decompression bomb, in pixels.
@@ -55,7 +59,9 @@ _TURNS = {
     8: Image.Transpose.ROTATE_90,
 }
 _SIDEWAYS = (5, 6, 7, 8)
-_PILLOW_MODULES = r"PIL\.|kimik3_prep\.images"
+_PILLOW_MODULES = r"PIL\.|kimik3_prep\.images|pillow_jxl|pillow_heif"
+#: Parts of Pillow that load a library of their own. Others are built into Pillow's core.
+_LIBRARY_MODULES = ("PIL._webp", "PIL._avif", "PIL._imagingcms")
 
 # Somebody's plugin may have registered itself under an allowed name (AVIF plugins do): remember Pillow's own.
 _DECODERS: dict[str, tuple[Any, Any]] = {
@@ -116,17 +122,19 @@ def probe(
     exif: Exif = "ignore",
     hash: bool = False,
     keep: int = 0,
+    formats: tuple[str, ...] = (),
 ) -> Probe:
     """Read the header of a resolved source. Raises ItemError; RunError where the process may open no more files.
 
     exif: `apply` gives the size of the image as its EXIF orientation turns it. hash: read everything, for its hash.
     keep: hand on the bytes of a source that was read to its end, where they are at most so many.
+    formats: names of `EXTRAS` that may be read as well.
     """
     with foreign_errors(), opened(source, whole=hash) as (file, stamp):
         content_hash = None
         if hash:
             file, content_hash = hashed(file, stamp)
-        image = _identify(file, max_pixels)
+        image = _identify(file, max_pixels, formats)
         width, height = _size(image, file, exif)
         encoded = None
         if isinstance(file, io.BytesIO) and file.getbuffer().nbytes <= keep:
@@ -140,12 +148,14 @@ def decode(
     planned: Stamp | None = None,
     exif: Exif = "ignore",
     size: tuple[int, int] | None = None,
+    formats: tuple[str, ...] = (),
 ) -> Decoded:
     """Read, hash and decode a resolved source, or the bytes that `read_whole` or `probe` read from it.
 
     planned: the stamp that the probe saw. A file that has changed since is refused before it is decoded.
     exif: `apply` turns the image by its EXIF orientation, as Pillow's `exif_transpose` does. Pillow turns TIFF always.
     size: width and height there is room for. An image of another size is refused before it is decoded.
+    formats: names of `EXTRAS` that may be read as well.
 
     Raises ItemError; RunError where the process may open no more files.
     """
@@ -153,7 +163,7 @@ def decode(
         if planned is not None and stamp is not None and stamp != planned:
             raise ItemError("source_changed", f"the file changed after it was planned ({_difference(planned, stamp)})")
         file, content_hash = hashed(file, stamp)
-        image = _identify(file, max_pixels)
+        image = _identify(file, max_pixels, formats)
         if size is not None and (announced := _size(image, file, exif)) != size:
             turned = " as its EXIF orientation turns it" if exif == "apply" and announced != image.size else ""
             raise ItemError("size_mismatch", f"the image is {announced[0]} x {announced[1]} pixels{turned}")
@@ -173,32 +183,48 @@ def _difference(planned: Stamp, now: Stamp) -> str:
     return f"{now.size:,} bytes as before, written again"
 
 
-def codec_versions() -> dict[str, str]:
-    """Pillow's version and those of the libraries it decodes with: what the same file may decode differently under."""
+def codec_versions(formats: tuple[str, ...] = ()) -> dict[str, str]:
+    """Pillow's version and those of the libraries it decodes with: the same file may decode differently with others.
+
+    Raises RunError where a library that is there cannot be loaded, which would look like one that is not.
+    """
     from PIL import __version__, features
 
+    for module in _LIBRARY_MODULES:
+        if find_spec(module) is not None:
+            try:
+                import_module(module)
+            except ImportError as error:
+                raise LibraryRefuses(module, str(error)) from error
     names = ("libjpeg_turbo", "jpg", "webp", "avif", "libtiff", "jpg_2000", "littlecms2")
     versions = {name: features.version(name) for name in names}
-    return {"pillow": __version__, **{name: version for name, version in versions.items() if version}}
+    mine = {name: version for name, version in versions.items() if version}
+    return {"pillow": __version__, **mine, **extra_versions(formats)}
 
 
-def _identify(file: BinaryIO, max_pixels: int) -> ImageFile.ImageFile:
-    _claim_pillow(max_pixels)
+def _identify(file: BinaryIO, max_pixels: int, formats: tuple[str, ...]) -> ImageFile.ImageFile:
+    allowed = _claim_pillow(max_pixels, formats)
+    if "jxl" in formats and (size := jxl_size(file)):
+        _check_pixels(*size, max_pixels)
     try:
-        image = Image.open(file, formats=FORMATS)
+        image = Image.open(file, formats=allowed)
     except UnidentifiedImageError as error:
         file.seek(0)
-        raise ItemError("unidentified", _what_it_looks_like(file.read(64))) from error
+        raise ItemError("unidentified", _what_it_looks_like(file.read(64), formats)) from error
     except Image.DecompressionBombError as error:
         raise ItemError("too_many_pixels", f"above the limit of {max_pixels:,} pixels (--max-pixels)") from error
-    if image.width * image.height > max_pixels:
-        found = f"{image.width:,} x {image.height:,} pixels"
-        raise ItemError("too_many_pixels", f"{found}, above the limit of {max_pixels:,} (--max-pixels)")
+    _check_pixels(image.width, image.height, max_pixels)
     return image
 
 
-def _claim_pillow(max_pixels: int) -> None:
-    """Put Pillow's module globals where results cannot depend on who else set them.
+def _check_pixels(width: int, height: int, max_pixels: int) -> None:
+    if width * height > max_pixels:
+        size = f"{width:,} x {height:,} pixels"
+        raise ItemError("too_many_pixels", f"{size}, above the limit of {max_pixels:,} (--max-pixels)")
+
+
+def _claim_pillow(max_pixels: int, formats: tuple[str, ...]) -> tuple[str, ...]:
+    """Set Pillow's module globals, so that results do not depend on who else set them; return the decoders allowed.
 
     Called before every open: another library, or a test runner that restores the warning filters, may have moved one.
     """
@@ -206,11 +232,13 @@ def _claim_pillow(max_pixels: int) -> None:
     GifImagePlugin.LOADING_STRATEGY = GifImagePlugin.LoadingStrategy.RGB_AFTER_FIRST
     TiffImagePlugin.READ_LIBTIFF = False
     Image.MAX_IMAGE_PIXELS = (max_pixels + 1) // 2  # Pillow warns above this and refuses above twice this
-    for name, decoder in _DECODERS.items():
-        Image.OPEN[name] = decoder
+    extras = {EXTRAS[name].pillow_name: decoder(name) for name in formats}
+    for pillow_name, opens in {**_DECODERS, **extras}.items():
+        Image.OPEN[pillow_name] = opens
     first = warnings.filters[0] if warnings.filters else None
     if first is None or first[0] != "ignore" or getattr(first[3], "pattern", None) != _PILLOW_MODULES:
         warnings.filterwarnings("ignore", module=_PILLOW_MODULES)
+    return (*FORMATS, *extras)
 
 
 def _size(image: ImageFile.ImageFile, file: BinaryIO, exif: Exif) -> tuple[int, int]:
@@ -260,6 +288,8 @@ def _orientation(read_tags: Callable[[], Mapping[int, Any]]) -> int | None:
     return next((orientation for orientation in range(1, 9) if value == orientation), None)
 
 
+_EXTRA_NAMES = {"heif": "a HEIC photograph", "jxl": "a JPEG XL picture"}
+
 #: First bytes that tell a person what to do. Longer and more particular ones first.
 _LOOKS: tuple[tuple[bytes, str], ...] = (
     (b"version https://git-lfs", "a Git LFS pointer, not the image itself: run `git lfs pull`"),
@@ -280,12 +310,15 @@ _LOOKS: tuple[tuple[bytes, str], ...] = (
 )
 
 
-def _what_it_looks_like(start: bytes) -> str:
+def _what_it_looks_like(start: bytes, formats: tuple[str, ...]) -> str:
     if not start:
         return "the file is empty"
+    for name, extra in EXTRAS.items():
+        if extra.accepts(start[:16]):
+            if name in formats:
+                return f"starts like {_EXTRA_NAMES[name]}, but its header cannot be read"
+            return f"{_EXTRA_NAMES[name]}; --formats +{name} reads it"
     if start[4:8] == b"ftyp":
-        if start[8:12] in (b"heic", b"heix", b"hevc", b"mif1"):
-            return "a HEIC photograph; no allowed decoder reads it, convert it to JPEG or PNG first"
         return "an MP4-family file (a video?); only images can be prepared"
     for magic, text in _LOOKS:
         if start.lstrip().lower().startswith(magic):

@@ -24,7 +24,7 @@ from urllib.parse import unquote, unquote_to_bytes
 from PIL import Image, UnidentifiedImageError
 
 from kimik3_prep import remote
-from kimik3_prep.errors import ItemError, ItemErrorCode, RunError
+from kimik3_prep.errors import ItemError, ItemErrorCode, NoMoreFiles, PrepError
 from kimik3_prep.images.address import TableCell, TarMember, is_data_url, split
 from kimik3_prep.images.cell import read_cell
 from kimik3_prep.images.packed import looks_packed, packing_of, read_part
@@ -219,19 +219,17 @@ def hashed(file: BinaryIO, stamp: Stamp | None) -> tuple[BinaryIO, str]:
 def foreign_errors() -> Iterator[None]:
     """The seam: whatever Pillow, the file system or a protocol raises leaves as an ItemError.
 
-    But for one that is no fault of the item: a process that may open no more files is a RunError.
+    One is no fault of the item: a process that may open no more files raises NoMoreFiles.
     """
     try:
         yield
-    except ItemError:
+    except PrepError:
         raise
     except Exception as error:
         if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
-            raise RunError(f"cannot open an image: {error.strerror}. {_MORE_FILES}") from error
+            raise NoMoreFiles(error.strerror) from error
         raise translate(error) from error
 
-
-_MORE_FILES = "Raise the limit (`ulimit -n`) or lower --workers, and run the same command to continue."
 
 #: First match wins. A test raises every one of these through the seam.
 _CODES: tuple[tuple[type[Exception], ItemErrorCode], ...] = (

@@ -6,6 +6,7 @@ import base64
 import binascii
 import re
 import tarfile
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from PIL import Image
@@ -15,6 +16,9 @@ from kimik3_prep.images.packed import PACKINGS
 
 #: What file names of images end in: the suffixes Pillow gives the formats that are decoded.
 SUFFIXES = frozenset(suffix for suffix, name in Image.EXTENSION.items() if name in (*FORMATS, "MPO", "DIB"))
+
+#: Those of formats that packages of their own read, by the names in `EXTRAS`.
+_EXTRA_SUFFIXES = {"heif": (".heic", ".heif", ".hif"), "jxl": (".jxl",)}
 
 #: Bytes that tell the kind of a file: a tar has its mark in the first block.
 START = 512
@@ -114,6 +118,14 @@ def suffix_of(name: str) -> str:
     return name[dot:].lower() if dot > 0 else ""
 
 
+def suffixes(formats: Iterable[str]) -> frozenset[str]:
+    """The suffixes of images, with those of extra formats."""
+    return SUFFIXES.union(*(_EXTRA_SUFFIXES[name] for name in formats))
+
+
+_ALL_SUFFIXES = suffixes(_EXTRA_SUFFIXES)
+
+
 def names_an_image(text: str) -> bool:
-    """Whether a text is a path or URL with the suffix of an image."""
-    return len(text) < 4096 and suffix_of(text) in SUFFIXES and "\n" not in text and "\0" not in text
+    """Whether a text is a path or URL with the suffix of an image, also of one that is not decoded without being asked."""
+    return len(text) < 4096 and suffix_of(text) in _ALL_SUFFIXES and "\n" not in text and "\0" not in text

@@ -31,7 +31,7 @@ from kimik3_prep.errors import Problem
 from kimik3_prep.images.packed import Unpacked
 from kimik3_prep.manifest.columns import arrow_rows, parquet_rows
 from kimik3_prep.manifest.folder import Folder, files_of, image_rows, saved_dataset
-from kimik3_prep.manifest.magic import START, SUFFIXES, kind_of
+from kimik3_prep.manifest.magic import START, SUFFIXES, kind_of, suffixes
 from kimik3_prep.manifest.report import MAX_PROBLEMS, PassedOver, Report, show
 from kimik3_prep.manifest.row import NO_SELECTION, Item, Row, Selection, read_row
 from kimik3_prep.manifest.tar import tar_rows
@@ -96,8 +96,8 @@ def read_manifest(
     """
     report = Report()
     digest = hashlib.sha256()
-    if select != NO_SELECTION:
-        digest.update(repr(select).encode())
+    if select.is_said:
+        digest.update(repr((select.image_fields, select.id_fields, select.number_rows)).encode())
     name = "<stdin>" if path == "-" else path
     base = base_of(path) if image_dir is None else image_dir if scheme(image_dir) else os.path.abspath(image_dir)
     source = _Source(path, name, base, select, digest, report)
@@ -265,7 +265,7 @@ class _Source:
         if files is not None:
             yield from self._part_rows([_joined(path, file) for file in files])
             return
-        folder = Folder.of(iter(files_of(path, self.report)))
+        folder = Folder.of(iter(files_of(path, self.report)), suffixes(self.select.formats))
         parts = folder.tars or (folder.tables if not folder.images or self._hold_images(path, folder.tables) else [])
         if parts:
             rest = (folder.images, folder.metadata, folder.lists, [] if parts is folder.tables else folder.tables)
@@ -312,7 +312,7 @@ class _Source:
             elif kind.role == "arrow":
                 yield from arrow_rows(file, address, name, self.digest, self.report, self.select)
             elif kind.role == "tar":
-                yield from tar_rows(file, address, name, self.digest, self.report)
+                yield from tar_rows(file, address, name, self.digest, self.report, suffixes(self.select.formats))
             elif kind.role == "image" or (kind.role == "text" and os.path.splitext(path)[1].lower() in SUFFIXES):
                 self.digest.update(f"{address}\0".encode())
                 yield Row("1", {"image": address})
@@ -328,7 +328,7 @@ class _Source:
         if kind.role == "text":
             yield from text_rows(plain, name, self.digest, self.report)
         elif kind.role == "tar" and (scheme(path) or os.path.isfile(path)):
-            yield from tar_rows(plain, address, name, self.digest, self.report)
+            yield from tar_rows(plain, address, name, self.digest, self.report, suffixes(self.select.formats))
         else:
             raise OSError(f"it is {kind.name} that is compressed, in which no image has a place: decompress it first")
 

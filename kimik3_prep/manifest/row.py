@@ -61,6 +61,13 @@ class Selection:
     """Fields whose values make the id, joined by `/`."""
     number_rows: bool = False
     """Call each row by its number, from 0."""
+    formats: tuple[str, ...] = ()
+    """Formats that packages of their own read: their files are images of a folder or a tar as well."""
+
+    @property
+    def is_said(self) -> bool:
+        """Whether a person chose fields or ids."""
+        return bool(self.image_fields or self.id_fields or self.number_rows)
 
 
 #: A person who says nothing.
@@ -168,7 +175,7 @@ def read_row(row: Row, number: int, where: str, report: Report, select: Selectio
     id = _take_id(kept, images[0].image if images else None, number, where, report, select)
     if not images or not id:
         return []
-    if select != NO_SELECTION:
+    if select.is_said:
         kept = _renamed(kept, ("id", "image"))
     extra = _extra({**kept, **images[0].said}, where, report)
     path: Literal["deferred", "local"] = "local" if local else "deferred"

@@ -17,6 +17,7 @@ from kimik3_prep.checkpoint.config import Background, PreprocessorConfig
 from kimik3_prep.checkpoint.grid import GridRule
 from kimik3_prep.checkpoint.levels import DTYPES
 from kimik3_prep.errors import InputError, Problem
+from kimik3_prep.images.formats import EXTRAS
 
 #: Version of everything on disk. A reader refuses any other.
 FORMAT = 1
@@ -65,14 +66,20 @@ class Recipe:
     format: int = FORMAT
     """Version of the files on disk."""
 
+    formats: tuple[str, ...] = ()
+    """Formats that packages of their own read as well, sorted. The facts name them only where there are some."""
+
     # --- as JSON ---
 
     def facts(self) -> dict[str, Any]:
         """Return the recipe as JSON values, as `run.json` keeps it."""
+        facts = {field.name: getattr(self, field.name) for field in fields(self)}
+        formats = facts.pop("formats")
         return {
-            **{field.name: getattr(self, field.name) for field in fields(self)},
+            **facts,
             "config": self.config.to_dict(),
             "decoders": dict(self.decoders),
+            **({"formats": list(formats)} if formats else {}),
         }
 
     @classmethod
@@ -80,7 +87,8 @@ class Recipe:
         """Return the recipe that `facts()` described. Raises InputError that names every odd fact and its place."""
         if problems := list(_problems(facts, where)):
             raise InputError(problems)
-        return cls(**{**facts, "config": PreprocessorConfig.from_dict(facts["config"])})
+        config = PreprocessorConfig.from_dict(facts["config"])
+        return cls(**{**facts, "config": config, "formats": tuple(facts.get("formats", ()))})
 
     @property
     def fingerprint(self) -> str:
@@ -169,6 +177,12 @@ _VERSIONS = _Rule(
 )
 _OBJECT = _Rule("an object", lambda value: type(value) is dict)
 
+#: The one fact that is absent where there is nothing to say.
+_FORMATS = _Rule(
+    f"some of {', '.join(EXTRAS)}, sorted",
+    lambda value: type(value) is list and value == [name for name in sorted(EXTRAS) if name in value] != [],
+)
+
 #: One rule for each field of `Recipe`, of `PreprocessorConfig` and of `Background`.
 _RULES: dict[type, dict[str, _Rule]] = {
     Recipe: {
@@ -185,6 +199,7 @@ _RULES: dict[type, dict[str, _Rule]] = {
         "exif": _one_of("ignore", "apply"),
         "decoders": _VERSIONS,
         "format": _one_of(FORMAT),
+        "formats": _FORMATS,
     },
     PreprocessorConfig: {
         **dict.fromkeys(("patch_size", "merge_size", "in_patch_limit", "patch_limit_on_one_side"), _COUNT),
@@ -223,9 +238,9 @@ def _odd(kind: type, values: Any, where: str) -> Iterator[Problem]:
     for name in sorted(values.keys() - rules.keys()):
         yield Problem(where, f"has {_shown(name)}, which is no part of a recipe", ", ".join(rules))
     for name, rule in rules.items():
-        if name not in values:
+        if name not in values and rule is not _FORMATS:
             yield Problem(f"{where}.{name}", "is missing", rule.expected)
-        elif not rule.allows(values[name]):
+        elif name in values and not rule.allows(values[name]):
             yield Problem(f"{where}.{name}", f"is {_shown(values[name])}", rule.expected)
 
 

@@ -75,13 +75,13 @@ class ShardWriter:
         self.temporary = path.with_name(path.name + ".tmp")
         self._form = form
         self._data = len(form.header(images, patches)) + images * 24  # where patches start
-        self._size = self._data + patches * form.patch_bytes
-        with disk_errors(path, self._size):
+        self.size = self._data + patches * form.patch_bytes
+        with disk_errors(path, self.size):
             path.parent.mkdir(parents=True, exist_ok=True)
             self._file = _claim(self.temporary)
             try:
                 os.ftruncate(self._file, 0)
-                os.ftruncate(self._file, self._size)
+                os.ftruncate(self._file, self.size)
             except BaseException:
                 self.abort()
                 raise

@@ -537,7 +537,7 @@ _DIFFERENT = (
 def _versions_compared(record: RunRecord) -> str:
     """Which versions differ between the run and this machine, as a sentence."""
     before = {**record.versions, **record.recipe.decoders}
-    here = codec_versions()
+    here = codec_versions(record.recipe.formats)
     for name in record.versions:
         try:
             here[name] = version(name)

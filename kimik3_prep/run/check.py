@@ -15,6 +15,8 @@ from kimik3_prep.checkpoint.config import Place, PreprocessorConfig, find_config
 from kimik3_prep.errors import INSTALL_RAY, InputError, Problem
 from kimik3_prep.images.address import is_data_url, resolve, split
 from kimik3_prep.images.decode import DEFAULT_MAX_PIXELS
+from kimik3_prep.images.formats import missing
+from kimik3_prep.manifest.missing import missing_files
 from kimik3_prep.manifest.read import ITEM_SCHEMA, Manifest, base_of, is_pattern, read_manifest
 from kimik3_prep.manifest.report import PassedOver, show
 from kimik3_prep.manifest.row import NO_SELECTION, Selection
@@ -42,6 +44,7 @@ class Settings:
     dedupe: Literal["path", "content", "off"] = "path"
     select: Selection = NO_SELECTION  # which fields of the rows are images and ids
     image_dir: str | None = None  # where relative paths start; None: where the source lies
+    on_missing: Literal["stop", "record"] = "stop"  # where none of the first files is there
     limit: int | None = None
     max_pixels: int = DEFAULT_MAX_PIXELS
     max_tokens: int | None = None
@@ -58,6 +61,8 @@ class Settings:
     engine: Literal["local", "ray"] = "local"
     ray_address: str | None = None
     shard_range: tuple[int, int] | None = None
+    formats: tuple[str, ...] = ()
+    """Formats that packages of their own read, by the names in `EXTRAS`."""
 
     @property
     def ray(self) -> str:
@@ -142,6 +147,9 @@ def check(settings: Settings, reporter: Reporter) -> Checked:
         total += error.total
     try:
         manifest = read_manifest(settings.manifest, settings.limit, settings.select, settings.image_dir)
+        if settings.on_missing == "stop" and not _was_planned(settings) and (problem := missing_files(manifest)):
+            problems.append(replace(problem, hint=f"{problem.hint}; --on-missing record goes on", severity="error"))
+            total += 1
         for warning in manifest.warnings:
             reporter.warn(warning)
         reporter.pass_over(manifest.passed_over)
@@ -160,8 +168,14 @@ def check(settings: Settings, reporter: Reporter) -> Checked:
     return Checked(config, manifest, backend, devices)
 
 
+def _was_planned(settings: Settings) -> bool:
+    """Whether a run began before: then its images were there, and some of its work may be done."""
+    return settings.store is not None or (settings.output / "plan.parquet").is_file()
+
+
 def _odd_settings(settings: Settings) -> Iterator[Problem]:
     """Options that cannot be, or not together."""
+    yield from missing(settings.formats)
     if settings.engine == "ray" and find_spec("ray") is None:
         yield Problem("--engine ray", "Ray is not installed", hint=INSTALL_RAY)
     if settings.engine != "ray" and settings.ray_address is not None:

@@ -167,7 +167,8 @@ def decode_item(
     size = (item.width, item.height)
     source = encoded or resolve(item.image, base)
     try:
-        decoded = decode(source, recipe.max_pixels, item.stamp if same_file else None, recipe.exif, size)
+        stamp = item.stamp if same_file else None
+        decoded = decode(source, recipe.max_pixels, stamp, recipe.exif, size, recipe.formats)
     except ItemError as error:
         if error.code != "size_mismatch":
             raise
@@ -258,16 +259,21 @@ class ProbeImages:
     hash: bool
     """Read the whole file for its hash."""
 
+    formats: tuple[str, ...] = ()
+    """Extra formats that may be read."""
+
     def __call__(self, payload: str, encoded: Encoded | None) -> Header:
         """Probe one image. Raises ItemError."""
         source = resolve(payload, self.base)
         complete = encoded is not None and (encoded.stamp is None or len(encoded.content) == encoded.stamp.size)
         try:
-            probed = probe(encoded or source, self.max_pixels, self.exif, self.hash, spool.MOST if complete else 0)
+            keep = spool.MOST if complete else 0
+            probed = probe(encoded or source, self.max_pixels, self.exif, self.hash, keep, self.formats)
         except ItemError:
             if encoded is None or complete:
                 raise
-            probed = probe(source, self.max_pixels, self.exif)  # the header goes on behind the first bytes
+            # The header goes on behind the first bytes.
+            probed = probe(source, self.max_pixels, self.exif, formats=self.formats)
         stamp = None if probed.stamp is None else (probed.stamp.size, probed.stamp.mtime_ns)
         kept = spool.mine.keep(probed.encoded) if probed.encoded is not None and spool.mine is not None else None
         return Header(probed.width, probed.height, probed.mode, probed.format, stamp, probed.content_hash, kept)
@@ -294,6 +300,9 @@ class StoreItems:
     file: str
     """The unfinished shard, which the driver made at its full size."""
 
+    size: int
+    """Its bytes."""
+
     inode: int
     """What tells that file from one that somebody put in its place."""
 
@@ -304,7 +313,7 @@ class StoreItems:
         """Store one item. Raises ItemError; RunError where the disk refuses."""
         item = PlannedItem.of(payload[0])
         met, blocks = prepare_item(item, self.base, self.recipe, encoded)
-        with disk_errors(Path(self.file)):
+        with disk_errors(Path(self.file).with_suffix(""), self.size):
             descriptor = _files.descriptor(self.file, self.inode)
             place = self.patches_at + item.patch_start * self.recipe.patch_bytes
             checksum, size = write_blocks(descriptor, place, blocks)

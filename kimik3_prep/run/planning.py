@@ -74,7 +74,7 @@ def _read_headers(
         return
     reporter.phase("headers", len(wanted))
 
-    call = pickle.dumps(ProbeImages(manifest.base, settings.max_pixels, settings.exif, content))
+    call = pickle.dumps(ProbeImages(manifest.base, settings.max_pixels, settings.exif, content, settings.formats))
 
     def tasks() -> Iterator[Task]:
         for begin in range(0, len(wanted), _WINDOW):

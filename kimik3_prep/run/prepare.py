@@ -114,7 +114,8 @@ def recipe_of(settings: Settings, checked: Checked) -> Recipe:
         max_pixels=settings.max_pixels,
         max_tokens=settings.max_tokens,
         exif=settings.exif,
-        decoders=codec_versions(),
+        decoders=codec_versions(settings.formats),
+        formats=settings.formats,
     )
 
 

@@ -78,7 +78,7 @@ def fill_on_ray(jobs: Iterable[ShardJob], crew: Crew, address: str, control: Con
                     yield from _done(ray, pending, control)
                     most = _room(ray, workers)
                 gpus = _gpus(ray, job, control)
-                order = (job, crew, _versions())
+                order = (job, crew, _versions(job.recipe.formats))
                 pending[task.options(num_cpus=workers, num_gpus=gpus).remote(*order).future()] = job
             while pending:
                 yield from _done(ray, pending, control)
@@ -190,7 +190,7 @@ def _ray_task(job: ShardJob, crew: Crew, versions: dict[str, str]) -> _Report:
     control.on_item = on_item
     memory = available_memory() // 2 if crew.memory is None else crew.memory
     try:
-        _check_versions(versions)
+        _check_versions(versions, job.recipe.formats)
         # The next run in this folder must not meet a task that has outlived its own run.
         with (
             hold(job.layout.root / f"{LOCK_NAME}-{job.name}", _PATIENCE),
@@ -205,13 +205,13 @@ def _ray_task(job: ShardJob, crew: Crew, versions: dict[str, str]) -> _Report:
     return report
 
 
-def _versions() -> dict[str, str]:
+def _versions(formats: tuple[str, ...]) -> dict[str, str]:
     """What must be the same on all machines of a run: the output says which it was made with."""
-    return {"kimik3-prep": __version__, **codec_versions()}
+    return {"kimik3-prep": __version__, **codec_versions(formats)}
 
 
-def _check_versions(expected: dict[str, str]) -> None:
-    found = _versions()
+def _check_versions(expected: dict[str, str], formats: tuple[str, ...]) -> None:
+    found = _versions(formats)
     names = [name for name in sorted({*expected, *found}) if expected.get(name) != found.get(name)]
     if names:
         told = ", ".join(f"{name} {found.get(name)} instead of {expected.get(name)}" for name in names)

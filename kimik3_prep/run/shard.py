@@ -11,6 +11,7 @@ import pickle
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +20,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from kimik3_prep.disk import disk_errors
-from kimik3_prep.errors import ItemError
+from kimik3_prep.errors import ItemError, RunError
 from kimik3_prep.output.mirror import commit_shard
 from kimik3_prep.output.recipe import Recipe
 from kimik3_prep.output.shard_file import ShardFormat, ShardWriter
@@ -106,19 +107,25 @@ class Control:
 def fill_shards(jobs: Iterable[ShardJob], workers: Workers, control: Control) -> Iterator[ShardResult]:
     """Fill and commit the shards of all jobs that are not committed yet; yield each once it is.
 
-    A failed image is recorded and leaves no gap. Raises RunError where the disk refuses, and Stopped; then nothing of
-    the uncommitted shards stays behind.
+    A failed image is recorded and leaves no gap. Raises RunError where the disk refuses, once all that is full is
+    committed, and Stopped; then nothing of the uncommitted shards stays behind.
     """
     in_work: set[_Filling] = set()
-    commits: deque[Future[ShardResult]] = deque()
+    full: deque[tuple[_Filling, Future[ShardResult]]] = deque()
+    refused: list[RunError] = []
 
     def tasks() -> Iterator[Task]:
         for job in jobs:
-            if not job.layout.committed(job.name):
-                wait([commit for commit in commits if not commit.done()][:-_COMMITS_WAITING])
+            if job.layout.committed(job.name):
+                continue
+            wait([commit for _, commit in full if not commit.done()][:-_COMMITS_WAITING])
+            try:
                 shard = _Filling(job, workers, control)
-                in_work.add(shard)
-                yield from shard.tasks()
+            except RunError as error:  # there is no room for the next shard: those in work are finished first
+                refused.append(error)
+                return
+            in_work.add(shard)
+            yield from shard.tasks()
 
     with ThreadPoolExecutor(1, "commit") as thread:
         try:
@@ -128,12 +135,23 @@ def fill_shards(jobs: Iterable[ShardJob], workers: Workers, control: Control) ->
                 if control.stopped:
                     raise Stopped
                 if shard.full:
-                    commits.append(thread.submit(shard.commit))
+                    full.append((shard, thread.submit(shard.commit)))
                     in_work.remove(shard)
-                while commits and commits[0].done():
-                    yield commits.popleft().result()
-            while commits:
-                yield commits.popleft().result()
+                while full and full[0][1].done():
+                    yield full[0][1].result()
+                    full.popleft()
+            while full:
+                yield full[0][1].result()
+                full.popleft()
+            if refused:
+                raise refused[0]
+        except RunError:
+            while in_work:
+                in_work.pop().abandon()  # gives disk space back
+            for shard, commit in full:
+                if commit.exception() is not None:
+                    shard.commit_again()
+            raise
         finally:
             for shard in in_work:
                 shard.abandon()
@@ -149,6 +167,7 @@ class _Filling:
         self._values = planned_values(stored)
         self._items = [PlannedItem.of(values) for values in self._values]
         self._results: dict[int, tuple[Met, str] | ItemError] = {}
+        self._places: list[tuple[int, int]] | None = None  # final rows and patch starts, once the shard is complete
         self._not_loaded = len(self._items)
         self._batches = self._device_batches() if job.group == "gpu" else None
         patches = self._items[-1].patch_start + self._items[-1].patch_count
@@ -167,18 +186,19 @@ class _Filling:
         if on_device:
             call = pickle.dumps(LoadItems(job.base, job.recipe, self._workers.shared.descriptor))
         else:
-            call = pickle.dumps(StoreItems(job.base, job.recipe, str(writer.temporary), writer.inode, writer.offset(0)))
+            place = str(writer.temporary), writer.size, writer.inode, writer.offset(0)
+            call = pickle.dumps(StoreItems(job.base, job.recipe, *place))
         for values, item in zip(self._values, self._items, strict=True):
-            place = self._workers.shared.allocate(_most_pixel_bytes(item)) if on_device else None
+            shared = self._workers.shared.allocate(_most_pixel_bytes(item)) if on_device else None
             kept = self._workers.kept.get(item.image)
-            payload = (values, kept) if place is None else (values, kept, place)
+            payload = (values, kept) if shared is None else (values, kept, shared)
             yield Task(
                 call,
                 payload,
                 need=memory_of(item, job.recipe),
                 weight=item.width * item.height,
                 slow=is_slow(item.image, job.base),
-                tag=(self, item, place),
+                tag=(self, item, shared),
             )
 
     def take(self, task: Task, answer: Any) -> None:
@@ -202,8 +222,9 @@ class _Filling:
         """Close the gaps that failed images left, then commit the shard and its index."""
         job = self._job
         kept = [item for item in self._items if not isinstance(self._results[item.row], ItemError)]
-        places = self._writer.finish([(item.grid.thw, item.patch_start, item.patch_count) for item in kept])
-        placed = dict(zip((item.row for item in kept), places, strict=True))
+        if self._places is None:
+            self._places = self._writer.finish([(item.grid.thw, item.patch_start, item.patch_count) for item in kept])
+        placed = dict(zip((item.row for item in kept), self._places, strict=True))
         outcomes: dict[int, Outcome] = {}
         for row, result in self._results.items():
             outcomes[row] = result if isinstance(result, ItemError) else _stored(*placed[row], *result)
@@ -214,6 +235,12 @@ class _Filling:
         failed = pc.sum(pc.equal(index["status"], "failed")).as_py()
         patches = sum(item.patch_count for item in kept)
         return ShardResult(job.name, index.num_rows - failed, failed, len(kept), patches, size)
+
+    def commit_again(self) -> None:
+        """Write the index that did not fit on the disk, where the shard itself is complete."""
+        if self._places is not None:
+            with suppress(RunError):  # the first one is raised, and the next run fills the shard anew
+                self.commit()
 
     def abandon(self) -> None:
         """Remove the unfinished file."""
@@ -240,7 +267,7 @@ class _Filling:
                 self._keep(item, patches)
                 return
             place = self._writer.offset(item.patch_start)
-            with disk_errors(self._writer.temporary):
+            with disk_errors(self._writer.temporary.with_suffix(""), self._writer.size):
                 checksum, _ = write_blocks(self._writer.descriptor, place, iter([to_array(patches.cpu())]))
             self._keep(item, (met, checksum))
 

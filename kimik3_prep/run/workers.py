@@ -22,14 +22,17 @@ import tempfile
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
+from functools import cached_property
 from multiprocessing.connection import Connection, wait
-from typing import Any
+from pathlib import Path
+from typing import IO, Any
 
 import numpy as np
 import numpy.typing as npt
 
+from kimik3_prep.disk import disk_errors
 from kimik3_prep.errors import ItemError, WorkersDoNotStart
 from kimik3_prep.run.spool import Kept
 from kimik3_prep.run.worker import SLOT, SLOT_BYTES, Fault
@@ -114,18 +117,14 @@ class Workers:
         self._alone: deque[Task] = deque()
         self._source: Iterator[Task] = iter(())
         self.kept: dict[str, Kept] = {}  # files in the spool, by the name that the manifest gives them
+        self._closing = ExitStack()
         self._next_number = 0
         self._trying_alone = False
+        self._slow = False  # the last task that was pulled waits for a slow place, and so may the next
         self._futile_ends = 0  # workers in a row that ended without an answer and without a task in hand
         self._looked = 0.0
 
     def __enter__(self) -> Workers:
-        self._board_file = tempfile.TemporaryFile()
-        self._board_file.truncate(max(mmap.PAGESIZE, self.count * SLOT_BYTES))
-        self._board = mmap.mmap(self._board_file.fileno(), 0)
-        self.shared = SharedMemory()
-        self._spool = tempfile.TemporaryFile()
-        self._messages = tempfile.TemporaryFile()
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -135,11 +134,41 @@ class Workers:
             worker.process.wait()
             worker.connection.close()
         self._workers.clear()
-        self.shared.close()
-        self._spool.close()
-        self._board.close()
-        self._board_file.close()
-        self._messages.close()
+        self._closing.close()
+
+    @cached_property
+    def _board(self) -> mmap.mmap:
+        """The slots in which workers say what they have in hand; `_board_file` is the same for them."""
+        return self._closing.enter_context(mmap.mmap(self._board_file.fileno(), 0))
+
+    @cached_property
+    def _board_file(self) -> IO[bytes]:
+        file = self._temporary_file()
+        with disk_errors(Path(tempfile.gettempdir(), "board")):
+            file.truncate(max(mmap.PAGESIZE, self.count * SLOT_BYTES))
+        return file
+
+    @cached_property
+    def _messages(self) -> IO[bytes]:
+        """What libraries print in the workers."""
+        return self._temporary_file()
+
+    @cached_property
+    def _spool(self) -> IO[bytes]:
+        """Files from slow places; see spool.py."""
+        return self._temporary_file()
+
+    @cached_property
+    def shared(self) -> SharedMemory:
+        """What workers decode for a device lies here."""
+        memory = SharedMemory()
+        self._closing.callback(memory.close)
+        return memory
+
+    def _temporary_file(self) -> IO[bytes]:
+        """A file without a name, open as long as the workers may run."""
+        with disk_errors(Path(tempfile.gettempdir(), "worker")):
+            return self._closing.enter_context(tempfile.TemporaryFile())
 
     def start(self, count: int = 1) -> None:
         """Start workers until there are `count`; they get ready while the driver does something else."""
@@ -176,15 +205,23 @@ class Workers:
     def _hand_out(self) -> None:
         """Give every worker that has room its next chunk: first to the idle ones, then to new ones, then to all."""
         for most in range(1, _QUEUED_SLOW + 1):
-            if most > _QUEUED and not ((following := self._peek()) and following.slow):
+            if most > _QUEUED and not self._slow:
                 return
             for worker in self._workers:
                 if len(worker.chunks) < most and not self._send_chunk(worker):
                     return
-            while len(self._workers) < self.count:
+            while len(self._workers) < self.count and self._waits_for_a_worker():
                 self.start(len(self._workers) + 1)
-                if not self._send_chunk(self._workers[-1]):
-                    return
+                self._send_chunk(self._workers[-1])
+
+    def _waits_for_a_worker(self) -> bool:
+        """Whether there is a task that one more worker could begin with now."""
+        task = self._pull()
+        if task is None:
+            return False
+        self._waiting.appendleft(task)
+        busy = any(worker.chunks for worker in self._workers)
+        return not busy or sum(worker.need for worker in self._workers) + task.need <= self.memory
 
     def _send_chunk(self, worker: _Worker) -> bool:
         """Send a worker its next chunk. Return False when there is none, or none that may go out now."""
@@ -226,11 +263,8 @@ class Workers:
         return tasks
 
     def _pull(self) -> Task | None:
-        return self._waiting.popleft() if self._waiting else next(self._source, None)
-
-    def _peek(self) -> Task | None:
-        if (task := self._pull()) is not None:
-            self._waiting.appendleft(task)
+        task = self._waiting.popleft() if self._waiting else next(self._source, None)
+        self._slow = task is not None and task.slow
         return task
 
     # --- taking in ------------------------------------------------------------------------------------------------

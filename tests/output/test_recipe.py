@@ -42,6 +42,17 @@ def test_facts_there_and_back(made: Recipe) -> None:
     assert again.fingerprint == made.fingerprint
 
 
+def test_extra_formats_are_a_fact_only_where_there_are_some() -> None:
+    assert "formats" not in FACTS
+    more = replace(recipe(), formats=("heif", "jxl"))
+    assert more.facts() == {**FACTS, "formats": ["heif", "jxl"]}
+    assert Recipe.from_facts(json.loads(json.dumps(more.facts()))) == more
+    assert more.fingerprint != recipe().fingerprint
+    for odd in ([], ["jxl", "heif"], ["eps"], ["heif", "heif"], "heif", None, [1]):
+        with pytest.raises(InputError, match=r"facts\.formats: is .*; expected some of heif, jxl, sorted"):
+            Recipe.from_facts({**FACTS, "formats": odd})
+
+
 def test_the_fingerprint_is_of_the_values_and_not_of_their_order() -> None:
     assert fingerprint({"a": 1, "b": [1, 2]}) == fingerprint({"b": [1, 2], "a": 1})
     assert len({recipe().fingerprint, recipe(limit=1).fingerprint, recipe(dtype="uint8").fingerprint}) == 3

@@ -15,7 +15,7 @@ from kimik3_prep.errors import PrepError
 from kimik3_prep.reading.verify import verify
 
 #: Bytes of a file between two flips. scripts/torture leaves none out.
-_STRIDE = 41
+_STRIDE = 149
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +43,7 @@ def everything(root: Path) -> object:
 def named(root: Path, damaged: str) -> bool:
     """Whether verify names the damaged file. It names intact files only where it cannot know which of two it is."""
     try:
-        findings = verify(root).findings
+        findings = verify(root).problems
     except PrepError as error:
         return damaged in str(error)
     intact = [finding for finding in findings if finding.file != damaged]
