@@ -127,5 +127,5 @@ _ALL_SUFFIXES = suffixes(_EXTRA_SUFFIXES)
 
 
 def names_an_image(text: str) -> bool:
-    """Whether a text is a path or URL with the suffix of an image, also of a format that is read only when asked for."""
+    """Whether a text is a path or URL with the suffix of an image, also of a format only read when asked for."""
     return len(text) < 4096 and suffix_of(text) in _ALL_SUFFIXES and "\n" not in text and "\0" not in text
