@@ -25,6 +25,8 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
+_MOST = 2**63 - 1  # what counts of the libraries hold
+
 Format = Annotated[Literal["text", "json"], typer.Option(help="JSON goes to stdout, progress and prose to stderr.")]
 
 
@@ -139,7 +141,8 @@ def encode(
     ] = "float32",
     shard_size: Annotated[str, typer.Option(help="Most bytes of a shard: 200MB, 2GiB.")] = "512MiB",
     workers: Annotated[
-        int | None, typer.Option("--workers", "-j", min=1, help="Worker processes. Default: one a processor.")
+        int | None,
+        typer.Option("--workers", "-j", min=1, max=1024, help="Worker processes. Default: one a processor."),
     ] = None,
     engine: Annotated[Literal["local", "ray"], typer.Option(help="Fill shards on this machine, or as Ray tasks.")] = (
         "local"
@@ -156,10 +159,11 @@ def encode(
         Literal["path", "content", "off"],
         typer.Option(help="Store an image once for all rows that name it; content: also under other names."),
     ] = "path",
-    limit: Annotated[int | None, typer.Option(min=1, help="Only the first rows of the manifest.")] = None,
-    max_pixels: Annotated[int, typer.Option(min=1, help="Refuse images with more pixels.")] = 178_956_970,
+    limit: Annotated[int | None, typer.Option(min=1, max=_MOST, help="Only the first rows of the manifest.")] = None,
+    max_pixels: Annotated[int, typer.Option(min=1, max=_MOST, help="Refuse images with more pixels.")] = 178_956_970,
     max_tokens: Annotated[
-        int | None, typer.Option(min=1, help="Scale images down until none has more tokens. Default: as the config.")
+        int | None,
+        typer.Option(min=1, max=_MOST, help="Most tokens of an image: larger ones are scaled down."),
     ] = None,
     exif: Annotated[
         Literal["ignore", "apply"], typer.Option(help="What to do with EXIF orientations: the checkpoint ignores them.")
@@ -182,7 +186,9 @@ def encode(
     on_error: Annotated[
         Literal["record", "fail"], typer.Option(help="Record a failed item and go on, or stop the run.")
     ] = "record",
-    max_failures: Annotated[int | None, typer.Option(min=0, help="Stop above this many failed items.")] = None,
+    max_failures: Annotated[
+        int | None, typer.Option(min=0, max=_MOST, help="Stop the run when more items have failed. Default: never.")
+    ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Start anew in a folder that holds a run.")] = False,
     retry_failed: Annotated[
         bool, typer.Option("--retry-failed", help="Try the failed items of the run again, and rewrite their shards.")
@@ -197,23 +203,21 @@ def encode(
     """Encode a manifest of images into shards of pixel features."""
     from kimik3_prep.images.formats import parse_formats
     from kimik3_prep.manifest.row import Selection
-    from kimik3_prep.output.plan import parse_size
-    from kimik3_prep.run import check, ranges
+    from kimik3_prep.run import check
     from kimik3_prep.run import prepare as run
     from kimik3_prep.run.machine import processors
     from kimik3_prep.screen.progress import ProgressReporter
 
-    folder, store = check.destination(output, staging, manifest)
     settings = check.Settings(
         manifest=manifest,
-        output=folder,
-        store=store,
+        output=output or check.default_output(manifest),
+        staging=staging,
         config=config,
         backend=backend,
         dtype=dtype,
         device=device,
-        batch_bytes=parse_size(batch_bytes, "--batch-bytes"),
-        shard_size=parse_size(shard_size, "--shard-size"),
+        batch_bytes=check.parse_size(batch_bytes, "--batch-bytes"),
+        shard_size=check.parse_size(shard_size, "--shard-size"),
         workers=workers or processors(),
         dedupe=dedupe,
         max_tokens=max_tokens,
@@ -224,7 +228,7 @@ def encode(
         on_missing=on_missing,
         limit=limit,
         max_pixels=max_pixels,
-        memory=parse_size(memory, "--memory") if memory else None,
+        memory=check.parse_size(memory, "--memory") if memory else None,
         item_timeout=item_timeout,
         on_error=on_error,
         max_failures=max_failures,
@@ -234,9 +238,9 @@ def encode(
         index_only=index_only,
         engine=engine,
         ray_address=ray_address,
-        shard_range=None if shard_range is None else ranges.parse_range(shard_range),
+        shard_range=None if shard_range is None else check.parse_range(shard_range),
     )
-    work = run.dry_run if dry_run else ranges.prepare_range if settings.shard_range else run.prepare
+    work = run.dry_run if dry_run else run.prepare_range if settings.shard_range else run.prepare
     with ProgressReporter(progress) as reporter:
         summary = work(settings, reporter)
     answers.give(replace(summary, warnings=tuple(reporter.warnings), passed_over=reporter.passed_over), format)
@@ -249,11 +253,11 @@ def finish(
     format: Format = "text",
 ) -> None:
     """Write the final index, once all ranges of a run have filled their shards."""
-    from kimik3_prep.run import ranges
+    from kimik3_prep.run import prepare as run
     from kimik3_prep.screen.progress import ProgressReporter
 
     with ProgressReporter(False) as reporter:
-        summary = ranges.finish(path, reporter)
+        summary = run.finish(path, reporter)
     answers.give(replace(summary, warnings=tuple(reporter.warnings), passed_over=reporter.passed_over), format)
     raise typer.Exit(1 if summary.failed else 0)
 
@@ -263,25 +267,27 @@ def inspect(
     path: Annotated[Path, typer.Argument(help="A shard, an index or an output folder.")],
     render: Annotated[
         Path | None,
-        typer.Option(
-            help="Write PNG into this folder: a picture for each item of a finished run, or pages of a shard."
-        ),
+        typer.Option(help="Write PNG files into this folder: a picture of each item, or contact sheets of a shard."),
     ] = None,
-    id: Annotated[list[str] | None, typer.Option(help="An item to render; may be repeated.")] = None,
-    first: Annotated[int, typer.Option(min=1, help="How many items to render where no --id is given.")] = 20,
+    sheets: Annotated[
+        bool, typer.Option("--sheets", help="Render contact sheets of a run, twenty items on each, failed ones too.")
+    ] = False,
+    id: Annotated[list[str] | None, typer.Option(help="An item to render. May be repeated.")] = None,
+    first: Annotated[int, typer.Option(min=1, max=_MOST, help="How many items to render if no --id is given.")] = 20,
     grid: Annotated[
-        bool, typer.Option("--grid", help="Mark patches, tokens and padding in the pictures. Pages have it anyway.")
+        bool, typer.Option("--grid", help="Draw lines between patches and tokens, and hatch the padding.")
     ] = False,
     format: Format = "text",
 ) -> None:
     """Show what lies in a shard, an index or an output folder."""
-    from kimik3_prep.reading import inspection, sheets
+    from kimik3_prep.reading import inspection, pictures
 
-    if (id or grid) and render is None:
-        option, what = ("--id", "chooses what to render") if id else ("--grid", "marks what is rendered")
-        raise InputError([Problem(option, what, hint="add --render FOLDER")])
-    pictures = tuple(sheets.render(path, render, id or (), first, grid)) if render else None
-    answers.give(inspection.inspect(path, pictures), format)
+    if render is None:
+        for option, given in (("--id", id), ("--grid", grid), ("--sheets", sheets)):
+            if given:
+                raise InputError([Problem(option, "is about pictures", hint="add --render FOLDER")])
+    drawn = tuple(pictures.render(path, render, id or (), first, grid, sheets)) if render else None
+    answers.give(inspection.inspect(path, drawn), format)
 
 
 @app.command()
@@ -301,7 +307,8 @@ def verify(
         typer.Option(help="The manifest that was encoded: relative image paths start beside it."),
     ] = None,
     sample: Annotated[
-        int | None, typer.Option(min=1, help="Compare only so many stored images, evenly spread. Default: all.")
+        int | None,
+        typer.Option(min=1, max=_MOST, help="Compare only so many stored images, evenly spread. Default: all."),
     ] = None,
     format: Format = "text",
 ) -> None:

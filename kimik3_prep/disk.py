@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import math
 import os
 import re
 import shutil
@@ -23,8 +24,9 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import BinaryIO
 
-from kimik3_prep.errors import InputError, Problem, RunError
+from kimik3_prep.errors import DiskRefuses, InputError, Problem
 
 #: Held, and there, only while a run writes into its folder.
 LOCK_NAME = ".lock"
@@ -41,36 +43,40 @@ _WORKER_PATIENCE = 60.0  # seconds; a worker whose driver was killed is ended by
 
 @contextmanager
 def disk_errors(path: Path, needed: int | None = None) -> Iterator[None]:
-    """An OSError while writing `path` (`needed` bytes) leaves as a RunError that says what a person can do."""
+    """Turn an OSError that writing `path` raises into DiskRefuses. needed: bytes that were to be written."""
     try:
         yield
     except OSError as error:
-        text = f"cannot write {path}: {error.strerror or error}"
-        if needed is not None:
-            text += f"; {needed:,} bytes needed"
         try:
-            text += f", {shutil.disk_usage(path.parent).free:,} bytes free"
+            free = shutil.disk_usage(path.parent).free
         except OSError:
-            text += f"; the folder {path.parent} cannot be read either"
-        raise RunError(f"{text}. What is committed stays valid: run the same command to continue.") from error
+            free = None
+        raise DiskRefuses(str(path), error.strerror or str(error), needed, free) from error
 
 
-def write_whole(path: Path, write: Callable[[Path], object]) -> None:
-    """`write` a temporary file beside `path`, make it durable, give it its name, make the name durable.
+def write_whole(path: Path, write: Callable[[BinaryIO], object]) -> None:
+    """Create or replace a file so that a crash or a loss of power leaves the old one or the new one, whole.
 
-    The order is what survives a loss of power: contents, rename, folder. Raises RunError where the disk refuses.
+    `write` gets a temporary file beside it. Then contents, name and folder are made durable, in this order. A link at
+    either name is replaced and never followed. Raises DiskRefuses.
     """
-    temporary = path.with_name(path.name + ".tmp")
+    temporary = path.with_name(f"{path.name}.tmp")
     with disk_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
+        temporary.unlink(missing_ok=True)  # of a run that was killed
         try:
-            write(temporary)
+            with open(temporary, "xb", opener=_exclusively) as file:
+                write(file)
             sync(temporary)
             os.replace(temporary, path)
         except BaseException:
             temporary.unlink(missing_ok=True)
             raise
         sync(path.parent)
+
+
+def _exclusively(name: str, flags: int) -> int:
+    return os.open(name, flags | getattr(os, "O_NOFOLLOW", 0), 0o666)  # "x" is O_EXCL already
 
 
 def sync(path: Path) -> None:
@@ -88,9 +94,9 @@ def sync(path: Path) -> None:
 def claim(path: Path, must: bool = False) -> int:
     """Open or create a file for this process alone, until the descriptor is closed: a dead process holds nothing.
 
-    Nothing is truncated: until the lock is held the file may be another process's. A symbolic link is not followed:
-    what is written belongs into this folder. Raises BlockingIOError where another process holds it, and, if it `must`
-    be a lock, OSError where the file system has none.
+    Nothing is truncated, because the file may be another process's until the lock is held. Symbolic links are not
+    followed, because what is written belongs into this folder. must: refuse a file system without locks, with an
+    OSError. Raises BlockingIOError where another process holds the file.
     """
     flags = os.O_RDWR | os.O_CREAT | getattr(os, "O_BINARY", 0) | getattr(os, "O_NOFOLLOW", 0)
     while True:
@@ -114,6 +120,39 @@ def _lock(descriptor: int, must: bool) -> None:
         # Some network file systems have no locks: a run goes on there without, and nothing guards against a second one.
         if must or error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
             raise
+
+
+def create(path: Path) -> int:
+    """Create a file for this process alone, as `claim` does, in the place of one that no process holds any more.
+
+    It is a new file in any case: what a link or another name leads to is never written into. Raises BlockingIOError
+    where another process holds the file, OSError.
+    """
+    remove_unheld(path)
+    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0) | getattr(os, "O_NOFOLLOW", 0)
+    try:
+        descriptor = os.open(path, flags, 0o666)
+    except FileExistsError:
+        raise BlockingIOError(errno.EWOULDBLOCK, "another process created it just now") from None
+    try:
+        _lock(descriptor, must=False)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def remove_unheld(path: Path) -> None:
+    """Remove a file, if it is there, that no process holds. Raises BlockingIOError where one does, OSError."""
+    if path.is_symlink():  # no file of ours is a link
+        path.unlink(missing_ok=True)
+    if not path.exists():
+        return
+    descriptor = claim(path)
+    try:
+        path.unlink(missing_ok=True)
+    finally:
+        os.close(descriptor)
 
 
 @contextmanager
@@ -160,6 +199,22 @@ def only_run(root: Path) -> Iterator[None]:
     """Hold an output folder for one run alone. Raises InputError where another run, or a part of one, is writing."""
     with hold(root / LOCK_NAME):
         clear_locks(root)
+        yield
+
+
+@contextmanager
+def only_range(root: Path, count: int, waiting: Callable[[str], object]) -> Iterator[None]:
+    """Hold an output folder while one of `count` ranges plans; wait for those that plan before it.
+
+    waiting: called with the name of a process that this one waits for. Raises InputError where a run, or a range of
+    another count, is writing.
+    """
+
+    def neighbour(name: str) -> bool:
+        return not re.fullmatch(rf"{re.escape(LOCK_NAME)}-\d+-of-(?!{count}$)\d+", name)
+
+    with hold(root / PLAN_LOCK_NAME, math.inf, waiting, must=True), hold(root / LOCK_NAME, must=True):
+        clear_locks(root, neighbour)
         yield
 
 

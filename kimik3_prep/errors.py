@@ -4,14 +4,20 @@
     ├── InputError                bad manifest, config or option: all its `Problem`s at once (exit 2)
     │   └── PlanMismatch          the output folder holds a run with other settings (exit 2)
     ├── RunError                  the machine failed us: disk full, worker died (exit 3)
-    │   ├── TooManyFailures       `--on-error fail` or `--max-failures` stopped the run (exit 3)
-    │   ├── RunStopped            the run was stopped before its end (exit 3)
-    │   ├── WorkersDoNotStart     worker processes end before they do anything (exit 3)
-    │   ├── PatchesMissing        an item's patches do not fill its place (exit 3)
-    │   ├── FileReplaced          somebody put another file in the place of one being written (exit 3)
-    │   ├── NoMoreFiles           the process may open no more files (exit 3)
-    │   ├── LibraryRefuses        a library that Pillow decodes with cannot be loaded (exit 3)
-    │   └── CannotPrint           standard output takes no more text (exit 3)
+    │   ├── DiskRefuses           a file cannot be written
+    │   ├── StoreRefuses          an object store does not do what it is asked for
+    │   ├── UploadDamaged         what arrives in an object store is not what was sent
+    │   ├── ShardInUse            another run is writing the same shard
+    │   ├── PlanMissing           `finish` in a folder without a plan
+    │   ├── ShardsMissing         `finish` before all shards are there
+    │   ├── RunStopped            the run was asked to stop
+    │   ├── TooManyFailures       `--on-error fail` or `--max-failures` stopped the run
+    │   ├── WorkersDoNotStart     worker processes end before they do anything
+    │   ├── PatchesMissing        an item's patches do not fill its place
+    │   ├── FileReplaced          somebody put another file in the place of one being written
+    │   ├── NoMoreFiles           the process may open no more files
+    │   ├── LibraryRefuses        a library that Pillow decodes with cannot be loaded
+    │   └── CannotPrint           standard output takes no more text
     ├── Interrupted               Ctrl-C (exit 130) or SIGTERM (exit 143) stopped the command
     ├── StoreError                stored features cannot be read: a shard is gone, damaged or of another run (exit 3)
     └── ItemError                 one item failed; recorded in the index, the run goes on
@@ -110,26 +116,109 @@ class RunError(PrepError):
     exit_code = 3
 
 
-class RunStopped(RunError):
-    """The run was stopped before its end."""
+_CONTINUE = "What is committed stays valid: run the same command to continue."
+
+
+class DiskRefuses(RunError):
+    """A file cannot be written."""
+
+    def __init__(self, path: str, reason: str, needed: int | None, free: int | None) -> None:
+        """needed: bytes that were to be written, None where unknown. free: None where its folder cannot be asked."""
+        super().__init__(path, reason, needed, free)
+        self.path, self.reason, self.needed, self.free = path, reason, needed, free
 
     def __str__(self) -> str:
-        return "the run was stopped. What is committed stays valid: run the same command to continue."
+        text = f"cannot write {self.path}: {self.reason}"
+        if self.needed is not None:
+            text += f"; {self.needed:,} bytes needed"
+        free = "and its folder cannot be read" if self.free is None else f"{self.free:,} bytes free"
+        return f"{text}, {free}. {_CONTINUE}"
+
+
+class StoreRefuses(RunError):
+    """An object store does not do what it is asked for: write, read, list, compare or remove."""
+
+    def __init__(self, verb: str, url: str, reason: str) -> None:
+        super().__init__(verb, url, reason)
+        self.verb, self.url, self.reason = verb, url, reason
+
+    def __str__(self) -> str:
+        return f"cannot {self.verb} {self.url}: {self.reason}. {_CONTINUE}"
+
+
+class UploadDamaged(RunError):
+    """What arrives in an object store is not what was sent."""
+
+    def __init__(self, url: str, attempts: int) -> None:
+        super().__init__(url, attempts)
+        self.url, self.attempts = url, attempts
+
+    def __str__(self) -> str:
+        return f"{self.url} is not what was sent, {self.attempts} times. {_CONTINUE}"
+
+
+class ShardInUse(RunError):
+    """Another run is writing the same shard."""
+
+    def __init__(self, path: str) -> None:
+        super().__init__(path)
+        self.path = path
+
+    def __str__(self) -> str:
+        return f"another run is writing {self.path}: wait until it has ended, or choose another --output"
+
+
+class PlanMissing(RunError):
+    """`finish` was called for a folder without a plan."""
+
+    def __init__(self, folder: str) -> None:
+        super().__init__(folder)
+        self.folder = folder
+
+    def __str__(self) -> str:
+        return f"{self.folder} has no plan yet: run `kimik3-prep encode --shard-range` first"
+
+
+class ShardsMissing(RunError):
+    """`finish` was called before all shards are there."""
+
+    def __init__(self, missing: tuple[str, ...], planned: int) -> None:
+        super().__init__(missing, planned)
+        self.missing, self.planned = missing, planned
+
+    def __str__(self) -> str:
+        named = ", ".join(self.missing[:10])
+        more = f" and {len(self.missing) - 10:,} more" if len(self.missing) > 10 else ""
+        return (
+            f"{len(self.missing):,} of {self.planned:,} shards are not there yet: {named}{more}. Run their ranges "
+            "again, or `kimik3-prep encode` without a range, which fills all that are missing."
+        )
+
+
+class RunStopped(RunError):
+    """The run was asked to stop before it was done."""
+
+    def __str__(self) -> str:
+        return f"the run was asked to stop. {_CONTINUE}"
 
 
 class TooManyFailures(RunError):
-    """More items failed than `--on-error fail` or `--max-failures` allows."""
+    """More items failed than the run allows."""
 
-    def __init__(self, failed: int, allowed: int, first: ItemError | None) -> None:
-        super().__init__(failed, allowed, first)
-        self.failed, self.allowed, self.first = failed, allowed, first
+    def __init__(self, failed: int, most: int, first: ItemError | None = None) -> None:
+        """most: how many may fail. first: an error among those that stopped the run; None: they failed before."""
+        super().__init__(failed, most, first)
+        self.failed, self.most, self.first = failed, most, first
 
     def __str__(self) -> str:
-        option = "--on-error fail" if self.allowed == 0 else f"--max-failures {self.allowed}"
-        first = f" ({self.first})" if self.first else ""
+        items = "1 failed item" if self.failed == 1 else f"{self.failed:,} failed items"
+        example = f" ({self.first})" if self.first else ""
+        allowed = f"--max-failures {self.most} allows no more"
+        if not self.most:
+            allowed = "--on-error fail, or --max-failures 0, allows none"
         return (
-            f"stopped at {self.failed:,} failed items{first}, as {option} asks. Committed shards stay valid: mend the "
-            "items or record failures (--on-error record), and run again to continue."
+            f"stopped at {items}{example}: {allowed}. What is committed stays valid. Mend the items, or run the same "
+            "command without these options to record failures and go on."
         )
 
 

@@ -32,8 +32,8 @@ from torture_pool import Attack, Fault
 
 from kimik3_prep.cli import main
 
-_BASE = ("--config", "kimi-k3", "--dtype", "uint8", "--shard-size", "60kB", "-j", "2", "--no-progress")
-_CPU = ("--backend", "cpu", *_BASE)
+_BASE = ("--config", "kimi-k3", "--dtype", "uint8", "--shard-size", "60kB", "--no-progress")
+_CPU = ("--backend", "cpu", *_BASE, "-j", "1")
 _MOST_RUNS = 4  # after the kill, until the run has ended
 _PATIENCE = 60.0  # seconds for one run
 _DIES_WITH_PARENT = 1  # prctl's PR_SET_PDEATHSIG
@@ -72,10 +72,10 @@ def scenarios(store: Mapping[str, str] | None) -> list[Scenario]:
     """Every engine and source. store: the environment of an S3 server; None leaves that out."""
     ranges = tuple(("encode", "m.jsonl", *_CPU, "-o", "OUT", "--shard-range", f"{part}/3") for part in (1, 2, 3))
     encode = {name: ("encode", name, *_CPU, "-o", "OUT") for name in ("m.jsonl", "images.tar", "images.parquet")}
-    gpu = ("encode", "m.jsonl", "--backend", "gpu", "--device", "cpu", *_BASE, "-o", "OUT")
+    gpu = ("encode", "m.jsonl", "--backend", "gpu", "--device", "cpu", *_BASE, "-j", "1", "-o", "OUT")
     mended = ("encode", "mended/m.jsonl", *_CPU, "-o", "OUT")
     found = [
-        Scenario("kill-local", (encode["m.jsonl"],)),
+        Scenario("kill-local", (("encode", "m.jsonl", "--backend", "cpu", *_BASE, "-j", "2", "-o", "OUT"),)),
         Scenario("kill-tar", (encode["images.tar"],)),
         Scenario("kill-parquet", (encode["images.parquet"],)),
         Scenario("kill-gpu-kernels", (gpu,)),

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Collection, Iterator
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,11 +34,12 @@ from kimik3_prep.checkpoint.grid import GridRule
 from kimik3_prep.errors import Problem
 from kimik3_prep.manifest.read import read_manifest
 from kimik3_prep.manifest.report import PassedOver
-from kimik3_prep.output.plan import make_plan, split_shards
-from kimik3_prep.output.recipe import FORMAT, Recipe
-from kimik3_prep.output.spans import Headers, find_spans
-from kimik3_prep.output.tables import Layout, Outcome, Stored, index_table, write_shard_index
+from kimik3_prep.output.folder import Output
+from kimik3_prep.output.recipe import Recipe
+from kimik3_prep.output.shard_file import ShardFormat
+from kimik3_prep.output.tables import Outcome, Stored, index_table, split_shards
 from kimik3_prep.run.check import Settings
+from kimik3_prep.run.planning import Headers, find_spans, make_plan
 from kimik3_prep.run.prepare import prepare
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -256,6 +258,23 @@ def recipe(**changes: Any) -> Recipe:
     return Recipe(**{**facts, **changes})
 
 
+class _TellingRecipe(Recipe):
+    """A recipe whose metadata are made up."""
+
+    told: dict[str, Any]
+
+    def metadata(self, group: str | None = None, shard: str | None = None) -> dict[str, Any]:
+        return self.told
+
+
+def shard_format(dtype: str, patch: int, metadata: dict[str, Any]) -> ShardFormat:
+    """The format of shards of any patch size that carry any metadata."""
+    plain = recipe(dtype=dtype, config=replace(cfg_and_config()[1], patch_size=patch))
+    telling = _TellingRecipe(**{field.name: getattr(plain, field.name) for field in fields(plain)})
+    object.__setattr__(telling, "told", metadata)
+    return ShardFormat(telling, "cpu")
+
+
 VERSIONS = {"torch": "2.13.0"}
 
 
@@ -282,8 +301,8 @@ def stored(row: int, patch_start: int = 0) -> Stored:
     return Stored(row, patch_start, "RGB", "PNG", 6, "sha256:" + "0" * 64, "ab" * 16)
 
 
-def commit(layout: Layout, plan: pa.Table) -> tuple[list[str], list[pa.Table]]:
-    """Commit every shard of a plan, with every image stored; gives what `write_index` takes."""
+def commit(output: Output, plan: pa.Table) -> tuple[list[str], list[pa.Table]]:
+    """Commit every shard of a plan, with every image stored; gives what `finish` takes."""
     names: list[str] = []
     failed: list[pa.Table] = []
     for name, rows in split_shards(iter([plan])):
@@ -291,7 +310,7 @@ def commit(layout: Layout, plan: pa.Table) -> tuple[list[str], list[pa.Table]]:
             failed.append(index_table(rows, {}))
             continue
         outcomes: dict[int, Outcome] = {row: stored(row) for row in rows["row"].to_pylist()}
-        write_shard_index(layout, name, index_table(rows, outcomes), {"format": FORMAT})
+        output.commit(name, index_table(rows, outcomes), recipe())
         names.append(name)
     return names, failed
 

@@ -25,12 +25,12 @@ HOUSE: dict[str, tuple[str, ...]] = {
     "images": ("address", "cell", "packed", "source", "formats", "decode"),
     "manifest": ("report", "magic", "row", "text", "tar", "columns", "folder", "read", "missing", "write"),
     "pixels": ("resample", "tensors", "cpu", "device", "ready"),
-    "output": ("recipe", "spans", "plan", "shard_file", "tables", "folder", "mirror", "totals"),
+    "output": ("recipe", "tables", "shard_file", "folder", "mirror", "totals"),
     "run": (
         *("machine", "spool", "item", "worker", "workers", "shard", "ray"),
-        *("devices", "check", "planning", "fill", "prepare", "ranges"),
+        *("check", "planning", "fill", "prepare"),
     ),
-    "reading": ("stored", "engines", "features", "training", "verify", "pictures", "sheets", "inspection"),
+    "reading": ("stored", "engines", "features", "training", "verify", "pictures", "inspection"),
     "screen": ("terminal", "progress", "answers", "process"),
 }
 DOORS = ("cli", "__main__")
@@ -146,7 +146,7 @@ def test_nobody_imports_relatively() -> None:
         ("from kimik3_prep.run import prepare as run, check", ["run.check", "run.prepare"]),
         ("def f():\n    from kimik3_prep.cli import app", ["cli"]),
         ("if TYPE_CHECKING:\n    from kimik3_prep.output.totals import RunSummary", ["output.totals"]),
-        ("from kimik3_prep.output.shard_file import Shard", []),
+        ("from kimik3_prep.output.recipe import Recipe", []),
         ("from kimik3_prep import __version__\nfrom kimik3_prep.errors import Problem\nimport json", []),
     ],
 )

@@ -263,7 +263,7 @@ def test_a_progress_bar_on_a_terminal(pictures: Path, tmp_path: Path) -> None:
     os.close(master)
     assert process.wait(60) == 0
     assert b"6/6" in shown
-    assert b"megapixels/s" in shown
+    assert "━".encode() in shown
 
 
 def test_ctrl_c_ends_with_130_and_resumes(run: Run, tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import os
 from pathlib import Path
-from typing import NoReturn
+from typing import BinaryIO, NoReturn
 
 import pytest
 
@@ -16,7 +16,7 @@ from kimik3_prep.errors import RunError
 
 def test_a_file_appears_whole_and_leaves_no_temporary(tmp_path: Path) -> None:
     path = tmp_path / "new" / "a.txt"
-    write_whole(path, lambda temporary: temporary.write_text("hello"))
+    write_whole(path, lambda file: file.write(b"hello"))
     assert path.read_text() == "hello"
     assert os.listdir(path.parent) == ["a.txt"]
 
@@ -25,8 +25,8 @@ def test_a_failed_write_keeps_the_old_file(tmp_path: Path) -> None:
     path = tmp_path / "a.txt"
     path.write_text("old")
 
-    def write(temporary: Path) -> NoReturn:
-        temporary.write_text("half")
+    def write(file: BinaryIO) -> NoReturn:
+        file.write(b"half")
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with pytest.raises(RunError, match="No space left on device"):
@@ -42,7 +42,7 @@ def test_contents_are_synced_before_the_rename_and_the_folder_after(
     sync, replace = disk.sync, os.replace
     monkeypatch.setattr(disk, "sync", lambda path: (steps.append(f"sync {path.name}"), sync(path))[1])
     monkeypatch.setattr(os, "replace", lambda a, b: (steps.append(f"rename {Path(b).name}"), replace(a, b))[1])
-    write_whole(tmp_path / "a.txt", lambda temporary: temporary.write_text("hello"))
+    write_whole(tmp_path / "a.txt", lambda file: file.write(b"hello"))
     assert steps == ["sync a.txt.tmp", "rename a.txt", f"sync {tmp_path.name}"]
 
 
@@ -58,5 +58,5 @@ def test_the_sentence_names_path_need_and_what_is_free(tmp_path: Path) -> None:
 
 
 def test_a_folder_that_is_gone_too_is_said() -> None:
-    with pytest.raises(RunError, match="cannot be read either"), disk_errors(Path("/nowhere/at/all")):
+    with pytest.raises(RunError, match="its folder cannot be read"), disk_errors(Path("/nowhere/at/all")):
         raise OSError(errno.EIO, "Input/output error")

@@ -48,14 +48,13 @@ def test_the_worked_example_is_what_the_commands_print(run: Run, tmp_path: Path)
     assert [line for line in done.stdout.splitlines() if line.strip() not in shown] == []
     inspected = run("inspect", "features/shards/cpu-00000.safetensors").stdout
     assert {line.rstrip() for line in inspected.splitlines()[:4]} <= shown
-    for more in (["features", "--id", "landscape"], ["features/shards/cpu-00000.safetensors"]):
+    for more in (["features", "--id", "landscape"], ["features", "--sheets"]):
         assert run("inspect", *more, "--render", "pictures").stdout.splitlines()[-1] in shown
     lines = [line.strip() for line in run("inspect", "features").stdout.splitlines()]
     begin = lines.index("largest images")
     assert set(lines[begin : begin + 5]) <= shown
     assert set(run("manifest", "sample", "-o", "pictures.jsonl").stderr.splitlines()) <= shown
-    run("inspect", "features/shards/cpu-00000.safetensors", "--render", "sheets")
-    with Image.open(tmp_path / "sheets" / "cpu-00000-01.png") as drawn, Image.open(SHEET) as printed:
+    with Image.open(tmp_path / "pictures" / "items-01.png") as drawn, Image.open(SHEET) as printed:
         assert drawn.tobytes() == printed.tobytes()
     example = README.split("```python\n")[1].split("```")[0]
     code = f"{example}\nprint(list(pixel_values.shape), grid_thw)"

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import IO, Any, Literal
+from typing import IO, Any, BinaryIO, Literal
 
 from kimik3_prep.disk import disk_errors, write_whole
 from kimik3_prep.errors import InputError, ItemError, Problem
@@ -76,7 +76,7 @@ def gather(wishes: Wishes) -> tuple[Gathered, IO[bytes]]:
         file.writelines(lines)
         file.seek(0)
     if wishes.output is not None:
-        write_whole(wishes.output, lambda path: _copy(file, path, str(wishes.output).endswith(".gz")))
+        write_whole(wishes.output, lambda target: _copy(file, target, str(wishes.output).endswith(".gz")))
         file.seek(0)
     missing = missing_files(manifest)
     gathered = Gathered(
@@ -91,13 +91,12 @@ def gather(wishes: Wishes) -> tuple[Gathered, IO[bytes]]:
     return gathered, file
 
 
-def _copy(lines: IO[bytes], path: Path, compress: bool) -> None:
-    with open(path, "wb") as file:
-        if not compress:
-            shutil.copyfileobj(lines, file)
-            return
-        with gzip.GzipFile("", "wb", fileobj=file, mtime=0) as packed:  # no name and no time: equal input, equal bytes
-            shutil.copyfileobj(lines, packed)
+def _copy(lines: IO[bytes], file: BinaryIO, compress: bool) -> None:
+    if not compress:
+        shutil.copyfileobj(lines, file)
+        return
+    with gzip.GzipFile("", "wb", fileobj=file, mtime=0) as packed:  # no name and no time: equal input, equal bytes
+        shutil.copyfileobj(lines, packed)
 
 
 class _Lines:

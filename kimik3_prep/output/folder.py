@@ -1,90 +1,376 @@
-"""What may be done to an output folder: begin in it, go on in it, clear it, take commits back.
+"""The output folder: where its files are, what they say of the run, and every change that a run makes to it.
 
-Only files that this package wrote are ever removed, in an order that a kill at any moment cannot turn into a lie.
+    OUT/run.json                        recipe and versions; written first
+    OUT/plan.parquet                    the plan, so that a resumed run reads no header again
+    OUT/shards/cpu-00000.safetensors    pixel_values [L, 3, p, p] and grid_thws int64 [n, 3]
+    OUT/shards/cpu-00000.parquet        that shard's index; its presence commits the shard
+    OUT/index.parquet                   all rows in manifest order; written last
+
+A file gets its name only when it is whole and on the disk. A shard's index follows its shard, so a kill at any moment
+costs shards that are not committed, and nothing else. Only files that this package wrote are ever removed, what vouches
+for others before these, and the run record last: a kill between two removals leaves a run to resume, never a lie.
 """
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import replace
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from kimik3_prep.disk import LOCK_NAME, LOCKS, claim, disk_errors, hold, sync, write_whole
+import pyarrow as pa
+
+from kimik3_prep import strict_json
+from kimik3_prep.disk import (
+    LOCK_NAME,
+    LOCKS,
+    disk_errors,
+    hold,
+    locks,
+    only_range,
+    only_run,
+    remove_unheld,
+    sync,
+    write_whole,
+)
 from kimik3_prep.errors import InputError, PlanMismatch, Problem
-from kimik3_prep.output.recipe import Recipe
-from kimik3_prep.output.tables import OURS, OURS_IN_ROOT, Layout, RunRecord, read_run
+from kimik3_prep.output import tables
+from kimik3_prep.output.recipe import FORMAT, Recipe, fingerprint
 from kimik3_prep.remote import scheme
 
-#: In a folder that only stages what goes to an object store: the URL of that.
+#: Files of ours in `shards`. No other name becomes a path there, and no other file is ever removed.
+OURS = re.compile(r"(cpu|gpu|local)-\d{5,}\.(safetensors|parquet)(\.tmp)?", re.ASCII)
+
+#: Files of ours beside it, in the order of their removal.
+OURS_IN_ROOT = ("index.parquet", "plan.parquet", "run.json")
+
+#: In a folder that stages an output for an object store: the URL of that output.
 STAGED_NAME = ".staged"
 
 
-def check_folder(layout: Layout) -> RunRecord | None:
-    """The run record of the folder, None for a new one. Raises InputError where something of others lies; no writes."""
-    for folder in (layout.root, *layout.root.parents):
-        if folder.exists() and not folder.is_dir():
-            raise InputError([Problem(str(folder), "is a file", "a folder for the output", "choose another --output")])
-    record = read_run(layout)
-    if record is None and (foreign := foreign_entries(layout)):
-        what = f"holds {foreign[0]!r} and no run.json, so it is not a folder that kimik3-prep filled"
-        raise InputError([Problem(str(layout.root), what, "a new or empty folder", "choose another --output")])
-    return record
+@dataclass(frozen=True, slots=True)
+class RunRecord:
+    """What `run.json` says of a run."""
+
+    recipe: Recipe
+
+    versions: Mapping[str, str]
+    """Of the packages that made the files."""
+
+    base: str | None = None
+    """Index-only runs: the way from the output folder to the folder that image paths start from, or its URL."""
+
+    def document(self) -> dict[str, Any]:
+        """Return the record as JSON values."""
+        return {
+            "format": self.recipe.format,
+            "fingerprint": self.recipe.fingerprint,
+            "facts": self.recipe.facts(),
+            "versions": dict(self.versions),
+            **({} if self.base is None else {"base": self.base}),
+        }
 
 
-def open_run(
-    layout: Layout, recipe: Recipe, versions: Mapping[str, str], overwrite: bool, base: str | None = None
-) -> None:
-    """Make the output folder ready: new, resumed, or cleared.
+@dataclass(frozen=True, slots=True)
+class Output:
+    """An output in a folder. `mirror.MirroredOutput` has the same verbs for an output at a URL.
 
-    base: the folder that image paths start from, recorded, as the way from the output folder, for readers that will
-    need the images; where the run has moved it is recorded anew.
-
-    Raises InputError where the folder holds something else, PlanMismatch naming each fact that differs.
+    Paths and questions are for everybody. What changes files is for the process that holds the folder, by `alone` or
+    `planning_range`, and for the workers that fill its shards.
     """
-    record = check_folder(layout)
-    if record is not None and overwrite:
-        clear_output(layout)
-        record = None
-    way = None if base is None else _way(layout, base)
-    if record is None:
-        _write_record(layout, RunRecord(recipe, versions, way))
-        return
-    hint = "use the same settings, another --output, or --overwrite to start anew"
-    changed = [
-        Problem(
-            f"{layout.name}/{layout.run.name}: {name}",
-            f"this run was started with {old!r}, now it is {new!r}",
-            hint=hint,
-        )
-        for name, old, new in _differences(record.recipe.facts(), recipe.facts())
-    ]
-    if changed:
-        raise PlanMismatch(changed)
-    if way is not None and way != record.base:
-        _write_record(layout, replace(record, base=way))
 
+    root: Path
 
-def _write_record(layout: Layout, record: RunRecord) -> None:
-    text = json.dumps(record.document(), indent=2, sort_keys=True, ensure_ascii=False) + "\n"
-    write_whole(layout.run, lambda path: path.write_text(text, encoding="utf-8"))
+    # --- where its files are ---
 
+    @property
+    def name(self) -> str:
+        """Where the output is, for people."""
+        return str(self.root)
 
-def _way(layout: Layout, base: str) -> str:
-    """From the output folder to the images, so that both can move together; a URL is the same from everywhere."""
-    if scheme(base) or layout.store is not None:
-        return base
-    return os.path.relpath(os.path.realpath(base), os.path.realpath(layout.root))
+    @property
+    def is_mirrored(self) -> bool:
+        """Whether shards leave this disk once they are committed."""
+        return False
 
+    @property
+    def run(self) -> Path:
+        """The run record."""
+        return self.root / "run.json"
 
-def beneath_run(layout: Layout, base: str) -> str:
-    """The folder that the `base` of a run record names."""
-    return base if scheme(base) else os.path.normpath(os.path.join(os.path.realpath(layout.root), base))
+    @property
+    def plan(self) -> Path:
+        """The plan."""
+        return self.root / "plan.parquet"
+
+    @property
+    def index(self) -> Path:
+        """The final index; its presence says that the run is finished."""
+        return self.root / "index.parquet"
+
+    @property
+    def shards(self) -> Path:
+        """The folder of shards and their indexes."""
+        return self.root / "shards"
+
+    def shard(self, name: str) -> Path:
+        """Return a shard's safetensors file. Raises InputError for a name that no shard has."""
+        return self._in_shards(f"{name}.safetensors")
+
+    def shard_index(self, name: str) -> Path:
+        """Return a shard's index; its presence commits the shard. Raises InputError for a name that no shard has."""
+        return self._in_shards(f"{name}.parquet")
+
+    def _in_shards(self, name: str) -> Path:
+        """Return the path of a name that may come from a file: anything but a shard's leads out of the folder."""
+        if not OURS.fullmatch(name):
+            what = f"names the shard {name.rpartition('.')[0]!r}"
+            raise InputError([Problem(self.name, what, "a name like cpu-00000", "a file in it was changed")])
+        return self.shards / name
+
+    def absolute(self) -> Output:
+        """Return the same output for a process that stands in another folder."""
+        return replace(self, root=self.root.absolute())
+
+    # --- what they say ---
+
+    def record(self) -> RunRecord | None:
+        """Return the run record, or None where there is none. Raises InputError for one that is not ours."""
+        return read_record(self.run)
+
+    @property
+    def finished(self) -> bool:
+        """Whether the final index is there."""
+        return self.index.is_file()
+
+    def committed(self, name: str) -> bool:
+        """Return whether a shard and its index are there."""
+        return self.shard_index(name).is_file() and self.shard(name).is_file()
+
+    def committed_shards(self) -> list[str]:
+        """Return the names of all committed shards."""
+        if not self.shards.is_dir():
+            return []
+        names = (path.stem for path in self.shards.glob("*.parquet") if OURS.fullmatch(path.name))
+        return sorted(filter(self.committed, names))
+
+    def shard_sizes(self) -> list[int]:
+        """Return the bytes of each committed shard."""
+        return [self.shard(name).stat().st_size for name in self.committed_shards()]
+
+    def read_plan(self) -> Iterator[pa.Table]:
+        """Yield the plan, a piece at a time. Raises InputError for a file that is no plan."""
+        return tables.read_plan(self.plan)
+
+    def read_index(self, columns: Sequence[str] | None = None) -> pa.Table:
+        """Return the final index, whole or some columns of it. Raises InputError for a file that is no index."""
+        return tables.read_index(self.index, columns)
+
+    def read_shard_index(self, name: str, columns: Sequence[str] | None = None) -> pa.Table:
+        """Return a shard's index, whole or some columns of it. Raises InputError for a file that is no index."""
+        return tables.read_index(self.shard_index(name), columns)
+
+    def image_base(self, record: RunRecord) -> str | None:
+        """Return the folder that image paths start from, or its URL; None where the run record does not say."""
+        if record.base is None or scheme(record.base):
+            return record.base
+        return os.path.normpath(os.path.join(os.path.realpath(self.root), record.base))
+
+    # --- the life of a run ---
+
+    def is_done(self, recipe: Recipe) -> bool:
+        """Return whether a run with this recipe is finished here and nobody is at work. Writes nothing.
+
+        Raises InputError where something else lies in the folder, PlanMismatch where a run with another recipe does.
+        """
+        record = self._checked_record()
+        if record is None or not self.finished or locks(self.root):
+            return False
+        self._compare(record.recipe, recipe)
+        return True
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Hold the folder for one run. Raises InputError where another run, or a part of one, is at work."""
+        with only_run(self.root):
+            yield
+
+    @contextmanager
+    def planning_range(self, count: int, waiting: Callable[[str], object]) -> Iterator[None]:
+        """Hold the folder while one of `count` ranges plans, once the ranges before it have planned.
+
+        waiting: called with the name of a process that this one waits for. Raises InputError where another run, or a
+        range of another count, is at work.
+        """
+        with only_range(self.root, count, waiting):
+            yield
+
+    @contextmanager
+    def holding_range(self, number: int, count: int) -> Iterator[None]:
+        """Hold one range's share of the shards. Raises InputError where another process fills it."""
+        with hold(self.root / f"{LOCK_NAME}-{number}-of-{count}", must=True):
+            yield
+
+    @contextmanager
+    def holding_shard(self, name: str, patience: float) -> Iterator[None]:
+        """Hold one shard for a worker; wait so many seconds for another one to end. Raises InputError."""
+        with hold(self.root / f"{LOCK_NAME}-{name}", patience):
+            yield
+
+    def begin(
+        self,
+        recipe: Recipe,
+        versions: Mapping[str, str],
+        *,
+        overwrite: bool = False,
+        retry: bool = False,
+        base: str | None = None,
+        others_fill: bool = False,
+    ) -> None:
+        """Make the folder ready for a run: a new one, an earlier one with the same recipe, or one that is overwritten.
+
+        retry: the failed items of the run are to be tried again. base: the folder that image paths start from, or its
+        URL, for readers that need the images. others_fill: other ranges are filling their shards, so their unfinished
+        files stay.
+
+        Raises InputError where something else lies in the folder, PlanMismatch that names each differing fact.
+        """
+        record = self._checked_record()
+        if record is not None and overwrite:
+            self.clear()
+            record = None
+        way = None if base is None else self._way(base)
+        if record is None:
+            self._write_record(RunRecord(recipe, versions, way))
+        else:
+            self._compare(record.recipe, recipe)
+            if way is not None and way != record.base:
+                self._write_record(replace(record, base=way))
+        self.sweep(others_fill)
+
+    def write_plan(self, table: pa.Table) -> None:
+        """Write the plan, a table of `PLAN_SCHEMA`. Raises RunError."""
+        write_whole(self.plan, lambda file: tables.write_plan(table, file))
+
+    def commit(self, name: str, index: pa.Table, recipe: Recipe) -> None:
+        """Commit a shard whose file is complete: write its index, a table of `INDEX_SCHEMA`. Raises RunError."""
+        metadata = recipe.metadata(name.rpartition("-")[0], name)
+        write_whole(self.shard_index(name), lambda file: tables.write_index(index, metadata, file))
+
+    def take_back(self, names: Sequence[str]) -> None:
+        """Take back the final index and the commits of these shards, so that the run fills them again."""
+        with disk_errors(self.root):
+            self.index.unlink(missing_ok=True)
+            for name in names:  # a shard without its index is not committed; an index without its shard would be a lie
+                self.shard_index(name).unlink(missing_ok=True)
+            if names and self.shards.is_dir():
+                sync(self.shards)
+            for name in names:
+                self.shard(name).unlink(missing_ok=True)
+            sync(self.root)
+
+    def finish(self, names: Iterable[str], others: Sequence[pa.Table], recipe: Recipe) -> None:
+        """Write the final index: the rows of these shards' indexes, and the others. Raises RunError."""
+        indexes = [self.shard_index(name) for name in names]
+        metadata = recipe.metadata()
+        write_whole(self.index, lambda file: tables.merge_indexes(indexes, others, metadata, file))
+
+    def leave(self) -> None:
+        """Clear up after a finished run: nothing is left over in a folder."""
+
+    # --- clearing up ---
+
+    def clear(self) -> None:
+        """Remove every file of ours; the run record goes last."""
+        with disk_errors(self.root):
+            self.index.unlink(missing_ok=True)
+            if self.shards.is_dir():
+                # Indexes first: a shard without its index is not committed, an index without its shard would be a lie.
+                for path in sorted(self.shards.iterdir(), key=lambda path: path.suffix != ".parquet"):
+                    if OURS.fullmatch(path.name):
+                        path.unlink()
+                sync(self.shards)  # else a loss of power could bring old shards back under a new run record
+                if not any(self.shards.iterdir()) and not self.shards.is_symlink():
+                    self.shards.rmdir()
+            for name in OURS_IN_ROOT:
+                (self.root / f"{name}.tmp").unlink(missing_ok=True)
+                (self.root / name).unlink(missing_ok=True)
+
+    def sweep(self, others_fill: bool = False) -> None:
+        """Remove the unfinished files of a run that was killed; what a living process writes stays.
+
+        others_fill: leave all unfinished shards alone.
+        """
+        with disk_errors(self.root):
+            for name in OURS_IN_ROOT:
+                (self.root / f"{name}.tmp").unlink(missing_ok=True)
+            for path in () if others_fill or not self.shards.is_dir() else self.shards.glob("*.tmp"):
+                if OURS.fullmatch(path.name):
+                    with suppress(BlockingIOError):
+                        remove_unheld(path)
+
+    def clear_shard(self, name: str, patience: float) -> None:
+        """Remove the unfinished files of a worker that was ended; wait so many seconds for its end."""
+        if not (self.root / f"{LOCK_NAME}-{name}").exists():
+            return
+        try:
+            with self.holding_shard(name, patience), disk_errors(self.root):
+                for path in (self.shard(name), self.shard_index(name)):
+                    path.with_name(f"{path.name}.tmp").unlink(missing_ok=True)
+        except InputError:
+            return  # the worker lives: the next run waits for it
+
+    # --- the run record ---
+
+    def _checked_record(self) -> RunRecord | None:
+        """Return the record, or None for a new folder. Raises InputError where something of somebody else lies."""
+        for folder in (self.root, *self.root.parents):
+            if folder.exists() and not folder.is_dir():
+                raise InputError(
+                    [Problem(str(folder), "is a file", "a folder for the output", "choose another --output")]
+                )
+        record = self.record()
+        if record is None and (foreign := self._foreign_names()):
+            what = f"holds {foreign[0]!r} and no run.json, so it is not a folder that kimik3-prep filled"
+            raise InputError([Problem(str(self.root), what, "a new or empty folder", "choose another --output")])
+        return record
+
+    def _foreign_names(self) -> list[str]:
+        """Return the names in a folder without a run record, except those that a run killed at its start leaves."""
+        if not self.root.is_dir():
+            return []
+        names = {entry.name for entry in self.root.iterdir()} - {f"{self.run.name}.tmp", STAGED_NAME}
+        return sorted(name for name in names if not LOCKS.fullmatch(name))
+
+    def _compare(self, started_with: Recipe, recipe: Recipe) -> None:
+        """Raise PlanMismatch that names each differing fact."""
+        hint = "use the same settings, another --output, or --overwrite to start anew"
+        changed = [
+            Problem(
+                f"{self.name}/{self.run.name}: {fact}",
+                f"this run was started with {old!r}, now it is {new!r}",
+                hint=hint,
+            )
+            for fact, old, new in _differences(started_with.facts(), recipe.facts())
+        ]
+        if changed:
+            raise PlanMismatch(changed)
+
+    def _write_record(self, record: RunRecord) -> None:
+        text = json.dumps(record.document(), indent=2, sort_keys=True, ensure_ascii=False) + "\n"
+        write_whole(self.run, lambda file: file.write(text.encode()))
+
+    def _way(self, base: str) -> str:
+        """Return the way from the folder to the images, so that both can move together; a URL as it is."""
+        return base if scheme(base) else os.path.relpath(os.path.realpath(base), os.path.realpath(self.root))
 
 
 def _differences(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """Yield each fact that differs, with both values."""
     for name in sorted({*old, *new}):
         before, after = old.get(name), new.get(name)
         if isinstance(before, dict) and isinstance(after, dict):
@@ -93,79 +379,34 @@ def _differences(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> 
             yield f"{prefix}{name}", before, after
 
 
-def foreign_entries(layout: Layout) -> list[str]:
-    """Names in a folder without a run record, but for those that a run killed before its record leaves."""
-    if not layout.root.is_dir():
-        return []
-    names = {entry.name for entry in layout.root.iterdir()} - {f"{layout.run.name}.tmp", STAGED_NAME}
-    return sorted(name for name in names if not LOCKS.fullmatch(name))
-
-
-def clear_output(layout: Layout) -> None:
-    """Remove what this package wrote, and only that; the run record goes last, so a kill leaves a run to resume."""
-    with disk_errors(layout.root):
-        layout.index.unlink(missing_ok=True)
-        if layout.shards.is_dir():
-            # Indexes first: a shard without its index is uncommitted, an index without its shard would be a lie.
-            for path in sorted(layout.shards.iterdir(), key=lambda path: path.suffix != ".parquet"):
-                if OURS.fullmatch(path.name):
-                    path.unlink()
-            sync(layout.shards)  # else a loss of power could bring old shards back under a new run record
-            if not any(layout.shards.iterdir()) and not layout.shards.is_symlink():
-                layout.shards.rmdir()
-        for name in OURS_IN_ROOT:
-            (layout.root / f"{name}.tmp").unlink(missing_ok=True)
-            (layout.root / name).unlink(missing_ok=True)
-
-
-def uncommit(layout: Layout, names: Iterable[str]) -> None:
-    """Take back the final index and the commits of these shards, so that the run fills them anew."""
-    with disk_errors(layout.root):
-        layout.index.unlink(missing_ok=True)
-        names = list(names)
-        for name in names:  # a shard without its index is uncommitted, an index without its shard would be a lie
-            layout.shard_index(name).unlink(missing_ok=True)
-        if names and layout.shards.is_dir():
-            sync(layout.shards)
-        for name in names:
-            layout.shard(name).unlink(missing_ok=True)
-        sync(layout.root)
-
-
-def sweep(layout: Layout, shards: bool = True) -> None:
-    """Remove the unfinished files of a run that was killed. Only for the holder of the folder.
-
-    shards: not for a range, whose neighbours are filling theirs. What a living process writes stays in any case.
-    """
-    with disk_errors(layout.root):
-        for name in OURS_IN_ROOT:
-            (layout.root / f"{name}.tmp").unlink(missing_ok=True)
-        for path in layout.shards.glob("*.tmp") if shards and layout.shards.is_dir() else ():
-            if OURS.fullmatch(path.name):
-                _unlink_unless_held(path)
-
-
-def clear_shard(layout: Layout, name: str, patience: float) -> None:
-    """Remove what the worker of a shard leaves when it is ended; it may take so many seconds to die."""
-    lock = layout.root / f"{LOCK_NAME}-{name}"
-    if not lock.exists():
-        return
+def read_record(path: Path) -> RunRecord | None:
+    """Return the run record in a file, or None where there is none. Raises InputError for one that is not ours."""
+    where, expected, hint = str(path), "the run.json that `kimik3-prep encode` wrote", "choose another --output"
     try:
-        with disk_errors(layout.root), hold(lock, patience):
-            for path in (layout.shard(name), layout.shard_index(name)):
-                path.with_name(f"{path.name}.tmp").unlink(missing_ok=True)
-    except InputError:
-        return  # it lives: the next run waits for it
-
-
-def _unlink_unless_held(path: Path) -> None:
-    if path.is_symlink():  # nobody of ours writes through one
-        return path.unlink()
+        document = strict_json.parse(path.read_bytes(), where)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except OSError as error:
+        raise InputError([Problem(where, f"cannot be read: {error.strerror or error}")]) from error
+    except strict_json.JsonProblem as error:
+        what = f"not a run record: {error.problem.what}"
+        raise InputError([Problem(error.problem.where, what, expected, hint)]) from None
+    version = document.get("format") if isinstance(document, dict) else None
+    if type(version) is int and version != FORMAT:
+        other = "use the version of kimik3-prep that wrote it, or another --output"
+        raise InputError([Problem(where, f"format {version}", f"format {FORMAT}", other)])
+    if version is None or not all(isinstance(document.get(key), dict) for key in ("facts", "versions")):
+        raise InputError([Problem(where, "not a run record of kimik3-prep", expected, hint)])
+    if document.get("fingerprint") != fingerprint(document["facts"]):
+        what = "was changed by hand: the settings are not those of its fingerprint"
+        raise InputError([Problem(where, what, expected, hint)])
     try:
-        descriptor = claim(path)
-    except BlockingIOError:
-        return
-    try:
-        path.unlink(missing_ok=True)
-    finally:
-        os.close(descriptor)
+        recipe = Recipe.from_facts(document["facts"], f"{where}: facts")
+    except InputError as error:
+        raise InputError([replace(problem, hint=hint) for problem in error.problems]) from None
+    texts = {f"versions.{name}": value for name, value in document["versions"].items()}
+    if document.get("base") is not None:
+        texts["base"] = document["base"]
+    if odd := [name for name, value in texts.items() if type(value) is not str]:
+        raise InputError([Problem(f"{where}: {odd[0]}", "is no text", "a text", hint)])
+    return RunRecord(recipe, document["versions"], document.get("base"))

@@ -22,6 +22,9 @@ from kimik3_prep.images.formats import EXTRAS
 #: Version of everything on disk. A reader refuses any other.
 FORMAT = 1
 
+#: The one metadata key of a shard and of an index. Several keys would come out in random order.
+METADATA_KEY = "kimik3_prep"
+
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
@@ -119,6 +122,16 @@ class Recipe:
     def patch_bytes(self) -> int:
         """Bytes of one stored patch, 3 * p * p levels."""
         return 3 * self.config.patch_size**2 * DTYPES[self.dtype].itemsize
+
+
+def odd_metadata(metadata: Mapping[str, Any]) -> str:
+    """Return what is odd about a recipe's part in a shard or an index; empty if nothing is."""
+    rules = {**_RULES[PreprocessorConfig], **_RULES[Recipe]}
+    names = ("dtype", "index_only", "image_mean", "image_std", "patch_size", "merge_size")
+    for name in names:
+        if name in metadata and not rules[name].allows(metadata[name]):
+            return f"its {name} is {_shown(metadata[name])}, not {rules[name].expected}"
+    return ""
 
 
 def fingerprint(facts: Mapping[str, Any]) -> str:

@@ -16,12 +16,9 @@ from typing import Any
 import numpy as np
 
 from kimik3_prep.checkpoint.levels import DTYPES, DType
-from kimik3_prep.disk import claim, disk_errors, sync
-from kimik3_prep.errors import InputError, Problem, RunError
-from kimik3_prep.output.recipe import FORMAT, Recipe, canonical_json
-
-#: The one metadata key of a shard and of an index. Several keys would come out in random order.
-METADATA_KEY = "kimik3_prep"
+from kimik3_prep.disk import create, disk_errors, sync
+from kimik3_prep.errors import InputError, Problem, ShardInUse
+from kimik3_prep.output.recipe import FORMAT, METADATA_KEY, Recipe, canonical_json, odd_metadata
 
 _MOVED_AT_ONCE = 8 << 20
 
@@ -30,31 +27,25 @@ _BY_SAFETENSORS = {dtype.safetensors: dtype for dtype in DTYPES.values()}
 
 @dataclass(frozen=True, slots=True)
 class ShardFormat:
-    """What all shards of a run share. `metadata` is stored as canonical JSON under `METADATA_KEY`."""
+    """What the shards of a run and a group share: everything in a header that is not a number of images or patches."""
 
-    dtype: str
-    patch_size: int
-    metadata: Mapping[str, Any]
-
-    @classmethod
-    def of(cls, recipe: Recipe, group: str) -> ShardFormat:
-        """Return the format of the shards of a group."""
-        return cls(recipe.dtype, recipe.config.patch_size, recipe.metadata(group))
+    recipe: Recipe
+    group: str
 
     @property
     def patch_bytes(self) -> int:
         """Bytes of one stored patch, 3 * p * p levels."""
-        return 3 * self.patch_size**2 * DTYPES[self.dtype].itemsize
+        return self.recipe.patch_bytes
 
     def header(self, images: int, patches: int) -> bytes:
-        """The safetensors header, byte for byte as the library writes it for these two tensors."""
-        grids = images * 3 * 8
+        """Return the safetensors header, byte for byte as the library writes it for these two tensors."""
+        grids, patch = images * 3 * 8, self.recipe.config.patch_size
         tensors = {
-            "__metadata__": {METADATA_KEY: canonical_json(self.metadata)},
+            "__metadata__": {METADATA_KEY: canonical_json(self.recipe.metadata(self.group))},
             "grid_thws": {"dtype": "I64", "shape": [images, 3], "data_offsets": [0, grids]},
             "pixel_values": {
-                "dtype": DTYPES[self.dtype].safetensors,
-                "shape": [patches, 3, self.patch_size, self.patch_size],
+                "dtype": DTYPES[self.recipe.dtype].safetensors,
+                "shape": [patches, 3, patch, patch],
                 "data_offsets": [grids, grids + patches * self.patch_bytes],
             },
         }
@@ -64,13 +55,15 @@ class ShardFormat:
 
 
 class ShardWriter:
-    """One shard being filled: a file of its planned size, into which worker processes write in any order.
+    """One shard file while it is filled, in any order, by several threads or processes.
 
-    Patches go straight into the file, each image's into its planned place. No buffer of the shard's size ever exists,
-    and a full disk is an error of the write that met it.
+    Patches go straight into the file, each image's to its planned place. No buffer of the shard's size ever exists, and
+    a full disk is an error of the write that met it. Another process writes into `temporary` from `offset` on, and
+    compares `inode` before. The process that made the writer ends it by `finish` or `abort`.
     """
 
     def __init__(self, path: Path, form: ShardFormat, images: int, patches: int) -> None:
+        """Create the file at its planned size. Raises ShardInUse, DiskRefuses."""
         self._path = path
         self.temporary = path.with_name(path.name + ".tmp")
         self._form = form
@@ -78,9 +71,11 @@ class ShardWriter:
         self.size = self._data + patches * form.patch_bytes
         with disk_errors(path, self.size):
             path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = _claim(self.temporary)
             try:
-                os.ftruncate(self._file, 0)
+                self._file = create(self.temporary)
+            except BlockingIOError:
+                raise ShardInUse(str(path)) from None
+            try:
                 os.ftruncate(self._file, self.size)
             except BaseException:
                 self.abort()
@@ -93,11 +88,11 @@ class ShardWriter:
 
     @property
     def inode(self) -> int:
-        """What tells the file from another of its name."""
+        """What tells the file from another one of its name."""
         return os.fstat(self._file).st_ino
 
     def offset(self, patch: int) -> int:
-        """Return the byte at which a patch begins."""
+        """Return the byte where a patch begins in the unfinished file."""
         return self._data + patch * self._form.patch_bytes
 
     def finish(self, kept: Sequence[tuple[tuple[int, int, int], int, int]]) -> list[tuple[int, int]]:
@@ -152,14 +147,6 @@ class ShardWriter:
     def _close(self) -> None:
         if "_file" in self.__dict__:
             os.close(self.__dict__.pop("_file"))
-
-
-def _claim(path: Path) -> int:
-    try:
-        return claim(path)
-    except BlockingIOError:
-        text = f"another run is writing {path}: wait until it has ended, or choose another --output"
-        raise RunError(text) from None
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,6 +218,8 @@ def _unlike_ours(metadata: Any, tensors: Mapping[str, Tensor]) -> str:
         return f"its metadata has no {METADATA_KEY}"
     if (version := metadata.get("format", FORMAT)) != FORMAT:
         return f"its format is {version!r}, this version reads format {FORMAT}"
+    if reason := odd_metadata(metadata):
+        return reason
     pixels, grids = tensors["pixel_values"], tensors["grid_thws"]
     if pixels.dtype not in _BY_SAFETENSORS or len(pixels.shape) != 4 or pixels.shape[1] != 3:
         return f"pixel_values is {pixels.dtype} {list(pixels.shape)}, not [patches, 3, p, p]"

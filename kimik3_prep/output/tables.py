@@ -1,24 +1,18 @@
-"""Everything on disk, written and read: run record, plan, shards, indexes.
+"""Plan and indexes: their columns, their rows, and the Parquet files that hold them.
 
-    OUT/run.json                        settings and fingerprint; written first
-    OUT/plan.parquet                    the plan, so that a resume does not probe again
-    OUT/shards/cpu-00000.safetensors    pixel_values [L, 3, p, p] and grid_thws int64 [n, 3]
-    OUT/shards/cpu-00000.parquet        that shard's index; its presence commits the shard
-    OUT/index.parquet                   all rows in manifest order; written last
-
-A file appears under its name only when it is whole: it is written beside it with `.tmp` appended, synced, renamed, and
-the folder synced. A shard's index follows its shard, so a run that is killed anywhere loses only uncommitted shards.
+A plan has a row for each manifest row and says where its image goes. An index has the same rows and says what became of
+them. Shards have indexes of their own; the final one holds all their rows in manifest order.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
-import re
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import pyarrow as pa
@@ -26,12 +20,35 @@ import pyarrow.compute as pc
 from pyarrow import parquet
 
 from kimik3_prep import strict_json
-from kimik3_prep.disk import write_whole
 from kimik3_prep.errors import InputError, ItemError, Problem
+from kimik3_prep.manifest.read import ITEM_SCHEMA
 from kimik3_prep.manifest.row import short_image
-from kimik3_prep.output.plan import PLAN_SCHEMA
-from kimik3_prep.output.recipe import FORMAT, Recipe, canonical_json, fingerprint
-from kimik3_prep.output.shard_file import METADATA_KEY
+from kimik3_prep.output.recipe import FORMAT, METADATA_KEY, canonical_json, odd_metadata
+
+#: Preprocessing paths in the order their shards are filled; the group names a shard: `cpu-00000`.
+GROUPS = ("cpu", "gpu", "local")
+
+#: Columns of the plan and the index that make a `Grid`, in its order.
+GRID_FIELDS = ("new_width", "new_height", "pad_width", "pad_height", "grid_h", "grid_w", "num_tokens")
+
+PLAN_SCHEMA = pa.schema(
+    [
+        *[field for field in ITEM_SCHEMA if field.name != "grid_thw"],
+        ("group", pa.string()),
+        ("mode", pa.string()),  # null where the manifest gave the size and no header was read
+        ("format", pa.string()),
+        ("source_size", pa.int64()),  # bytes and mtime of the file that was probed
+        ("source_mtime_ns", pa.int64()),
+        *[(name, pa.int64()) for name in GRID_FIELDS],
+        ("in_patch_limit", pa.int64()),  # null where the config's own was not lowered
+        ("shard", pa.string()),  # null for an item that failed while planning
+        ("row", pa.int64()),
+        ("patch_start", pa.int64()),
+        ("patch_count", pa.int64()),
+        ("error_code", pa.string()),
+        ("error_message", pa.string()),
+    ]
+)
 
 INDEX_SCHEMA = pa.schema(
     [
@@ -66,73 +83,37 @@ _HELD_BYTES = 256 << 20  # of shard indexes while they are merged
 _MOST_IN_A_GROUP = 1 << 30  # bytes: a column of strings cannot hold twice as many
 _AT_ONCE = 16_384  # index rows that are Python objects at a time: one image may have a million rows
 
-#: The names that are ours to remove.
-OURS = re.compile(r"(cpu|gpu|local)-\d{5,}\.(safetensors|parquet)(\.tmp)?")
-OURS_IN_ROOT = ("index.parquet", "plan.parquet", "run.json")
+
+# --- plan rows ------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Layout:
-    """The paths inside an output folder.
-
-    store: URL of the object store that the output goes to; then `root` only stages it, and a shard that was committed
-    there has left its index here and nothing else. See `mirror.py`.
-    """
-
-    root: Path
-    store: str | None = None
-
-    @property
-    def name(self) -> str:
-        """Where the output is, for people."""
-        return self.store or str(self.root)
-
-    @property
-    def run(self) -> Path:
-        """The run record."""
-        return self.root / "run.json"
-
-    @property
-    def plan(self) -> Path:
-        """The plan."""
-        return self.root / "plan.parquet"
-
-    @property
-    def index(self) -> Path:
-        """The final index; its presence says the run is finished."""
-        return self.root / "index.parquet"
-
-    @property
-    def shards(self) -> Path:
-        """The folder of shards and their indexes."""
-        return self.root / "shards"
-
-    def shard(self, name: str) -> Path:
-        """A shard's safetensors file."""
-        return self.shards / f"{name}.safetensors"
-
-    def shard_index(self, name: str) -> Path:
-        """A shard's index; its presence commits the shard."""
-        return self.shards / f"{name}.parquet"
-
-    def committed(self, name: str) -> bool:
-        """Whether the shard is complete, on disk or in the store."""
-        return self.shard_index(name).is_file() and (self.store is not None or self.shard(name).is_file())
-
-    def committed_shards(self) -> list[Path]:
-        """The safetensors files of all complete shards, by name; whatever else lies there is not ours to count."""
-        if not self.shards.is_dir():
-            return []
-        found = (path for path in self.shards.glob("*.safetensors") if OURS.fullmatch(path.name))
-        return sorted(path for path in found if self.committed(path.stem))
+def split_shards(tables: Iterator[pa.Table]) -> Iterator[tuple[str | None, pa.Table]]:
+    """Cut a stream of plan tables where the shard changes: `(shard name, its rows)`, None for the failed rows."""
+    held: list[pa.Table] = []
+    name: str | None = None
+    for table in tables:
+        shards = table["shard"].combine_chunks().dictionary_encode()
+        codes = pc.fill_null(shards.indices, -1).to_numpy()
+        cuts = [0, *(np.flatnonzero(np.diff(codes)) + 1).tolist(), len(codes)]
+        for begin, end in itertools.pairwise(cuts):
+            this = None if codes[begin] < 0 else shards.dictionary[int(codes[begin])].as_py()
+            if held and this != name:
+                yield name, pa.concat_tables(held)
+                held = []
+            name = this
+            held.append(table.slice(begin, end - begin))
+    if held:
+        yield name, pa.concat_tables(held)
 
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """What became of one stored image. `row` and `patch_start` are final, after failed images were closed up."""
+    """What became of one stored image."""
 
     row: int
     patch_start: int
+    """Both are final, after the gaps of failed images were closed."""
+
     mode: str | None
     format: str | None
     exif_orientation: int | None
@@ -141,95 +122,6 @@ class Stored:
 
 
 Outcome = Stored | ItemError
-
-
-# --- run record and plan -------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class RunRecord:
-    """What `run.json` says of a run."""
-
-    recipe: Recipe
-
-    versions: Mapping[str, str]
-    """Of the packages that made the files."""
-
-    base: str | None = None
-    """Index-only runs: the way from the output folder to the folder that image paths start from, or its URL."""
-
-    def document(self) -> dict[str, Any]:
-        """Return the record as JSON values."""
-        return {
-            "format": self.recipe.format,
-            "fingerprint": self.recipe.fingerprint,
-            "facts": self.recipe.facts(),
-            "versions": dict(self.versions),
-            **({} if self.base is None else {"base": self.base}),
-        }
-
-
-def read_run(layout: Layout) -> RunRecord | None:
-    """The run record, None where there is none. Raises InputError for one that is not ours."""
-    where, expected = str(layout.run), "the run.json that `kimik3-prep encode` wrote"
-    try:
-        record = strict_json.parse(layout.run.read_bytes(), where)
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-    except OSError as error:
-        raise InputError([Problem(where, f"cannot be read: {error.strerror or error}")]) from error
-    except strict_json.JsonProblem as error:
-        what = f"not a run record: {error.problem.what}"
-        raise InputError([Problem(error.problem.where, what, expected, "choose another --output")]) from None
-    version = record.get("format") if isinstance(record, dict) else None
-    if type(version) is int and version != FORMAT:
-        hint = "use the version of kimik3-prep that wrote it, or another --output"
-        raise InputError([Problem(where, f"format {version}", f"format {FORMAT}", hint)])
-    if version is None or not all(isinstance(record.get(key), dict) for key in ("facts", "versions")):
-        raise InputError([Problem(where, "not a run record of kimik3-prep", expected, "choose another --output")])
-    if record.get("fingerprint") != fingerprint(record["facts"]):
-        what = "was changed by hand: the settings are not those of its fingerprint"
-        raise InputError([Problem(where, what, expected, "choose another --output")])
-    try:
-        recipe = Recipe.from_facts(record["facts"], f"{where}: facts")
-    except InputError as error:
-        hint = "choose another --output"
-        raise InputError([replace(problem, hint=hint) for problem in error.problems]) from None
-    base = record.get("base")
-    odd = [name for name, version in record["versions"].items() if type(version) is not str]
-    if odd or not (base is None or type(base) is str):
-        place = f"{where}: " + (f"versions.{odd[0]}" if odd else "base")
-        raise InputError([Problem(place, "is no text", "a text", "choose another --output")])
-    return RunRecord(recipe, record["versions"], base)
-
-
-def write_plan(layout: Layout, table: pa.Table) -> None:
-    """Write `plan.parquet`, a table of `PLAN_SCHEMA`."""
-    write_whole(layout.plan, lambda path: _write_parquet(table, path))
-
-
-def read_plan(layout: Layout) -> Iterator[pa.Table]:
-    """The plan, one row group at a time. Raises InputError for a file that is not one."""
-    try:
-        with parquet.ParquetFile(layout.plan, memory_map=False) as file:
-            for group in range(file.num_row_groups):
-                table = file.read_row_group(group).cast(PLAN_SCHEMA)
-                table.validate(full=True)  # a text that is not UTF-8 breaks readers far from here
-                yield table
-    except (OSError, ValueError, pa.ArrowException) as error:
-        what, hint = f"not a plan of kimik3-prep: {_one_line(error)}", "--overwrite starts the run anew"
-        raise InputError([Problem(str(layout.plan), what, hint=hint)]) from error
-
-
-def _write_parquet(table: pa.Table, path: Path) -> None:
-    parquet.write_table(table, path, row_group_size=_ROW_GROUP, compression="zstd")
-
-
-def _one_line(error: Exception) -> str:
-    return error.strerror if isinstance(error, OSError) and error.strerror else " ".join(str(error).split())
-
-
-# --- indexes ------------------------------------------------------------------------------------------------------
 
 
 def index_table(rows: pa.Table, outcomes: Mapping[int, Outcome]) -> pa.Table:
@@ -295,10 +187,31 @@ def _known(stored: Iterable[Stored | None], name: str, rows: pa.Table) -> list[A
     return [planned[i] if outcome is None else getattr(outcome, name) for i, outcome in enumerate(stored)]
 
 
-def write_shard_index(layout: Layout, name: str, table: pa.Table, metadata: Mapping[str, Any]) -> None:
-    """Write a shard's index and with it commit the shard."""
-    table = table.replace_schema_metadata({METADATA_KEY: canonical_json({**metadata, "shard": name})})
-    write_whole(layout.shard_index(name), lambda path: _write_parquet(table, path))
+# --- files ----------------------------------------------------------------------------------------------------------
+
+
+def write_plan(table: pa.Table, file: BinaryIO) -> None:
+    """Write a table of `PLAN_SCHEMA`."""
+    parquet.write_table(table, file, row_group_size=_ROW_GROUP, compression="zstd")
+
+
+def read_plan(path: Path) -> Iterator[pa.Table]:
+    """Yield a plan, one row group at a time. Raises InputError for a file that is not one."""
+    try:
+        with parquet.ParquetFile(path, memory_map=False) as file:
+            for group in range(file.num_row_groups):
+                table = file.read_row_group(group).cast(PLAN_SCHEMA)
+                table.validate(full=True)  # a text that is not UTF-8 breaks readers far from here
+                yield table
+    except (OSError, ValueError, pa.ArrowException) as error:
+        what, hint = f"not a plan of kimik3-prep: {_one_line(error)}", "--overwrite starts the run anew"
+        raise InputError([Problem(str(path), what, hint=hint)]) from error
+
+
+def write_index(table: pa.Table, metadata: Mapping[str, Any], file: BinaryIO) -> None:
+    """Write the index of one shard, a table of `INDEX_SCHEMA`."""
+    table = table.replace_schema_metadata({METADATA_KEY: canonical_json(metadata)})
+    parquet.write_table(table, file, row_group_size=_ROW_GROUP, compression="zstd")
 
 
 def read_index(path: Path, columns: Sequence[str] | None = None) -> pa.Table:
@@ -341,53 +254,57 @@ def _unlike_an_index(file: parquet.ParquetFile, wanted: Iterable[str]) -> str:
         metadata = strict_json.parse(texts.pop(), "its metadata")
     except strict_json.JsonProblem as error:
         return str(error)
-    version = metadata.get("format", FORMAT) if isinstance(metadata, dict) else metadata
-    return "" if version == FORMAT else f"its format is {version!r}, this version reads format {FORMAT}"
+    if not isinstance(metadata, dict):
+        return "its metadata is no object"
+    if (version := metadata.get("format", FORMAT)) != FORMAT:
+        return f"its format is {version!r}, this version reads format {FORMAT}"
+    return odd_metadata(metadata)
 
 
-def write_index(layout: Layout, shards: Iterable[str], failed: Sequence[pa.Table], metadata: Mapping[str, Any]) -> None:
-    """Merge the shard indexes and the rows that failed while planning into `index.parquet`, in manifest order.
+def merge_indexes(
+    indexes: Sequence[Path], failed: Sequence[pa.Table], metadata: Mapping[str, Any], file: BinaryIO
+) -> None:
+    """Write the final index: the rows of all shard indexes and those that are in none, in manifest order.
 
     Only the order of all rows is held at once; the rows themselves come from the shard indexes a window at a time.
     """
-    names = list(shards)
-
     held: OrderedDict[int, pa.Table] = OrderedDict()
     sizes: dict[int, int] = {}
 
     def part(number: int) -> pa.Table:
         """A part's rows, kept while there is room: those of one window lie in few shards, or, repeated, in many."""
-        if number >= len(names):
-            return failed[number - len(names)]
+        if number >= len(indexes):
+            return failed[number - len(indexes)]
         if number not in held:
-            held[number] = read_index(layout.shard_index(names[number])).replace_schema_metadata(None)
+            held[number] = read_index(indexes[number]).replace_schema_metadata(None)
             sizes[number] = held[number].nbytes
             while len(held) > 1 and sum(sizes.values()) > _HELD_BYTES:
                 del sizes[held.popitem(last=False)[0]]
         held.move_to_end(number)
         return held[number]
 
-    columns = [read_index(layout.shard_index(name), ["item"])["item"] for name in names]
+    columns = [read_index(index, ["item"])["item"] for index in indexes]
     items = [column.to_numpy() for column in (*columns, *(table["item"] for table in failed))]
     starts = np.cumsum([0, *map(len, items)])[:-1]
     order = np.argsort(np.concatenate([np.zeros(0, np.int64), *items]), kind="stable")
     schema = INDEX_SCHEMA.with_metadata({METADATA_KEY: canonical_json(metadata)})
 
-    def write(path: Path) -> None:
-        with parquet.ParquetWriter(path, schema, compression="zstd") as writer:
-            for begin in range(0, max(1, len(order)), _ROW_GROUP):
-                rows = order[begin : begin + _ROW_GROUP]
-                by_part = np.sort(rows)  # rows of one part stand together in this numbering
-                owner = np.searchsorted(starts, by_part, "right") - 1
-                pieces = [
-                    part(int(number)).take(pa.array(by_part[owner == number] - starts[number]))
-                    for number in np.unique(owner)
-                ]
-                window = pa.concat_tables([INDEX_SCHEMA.empty_table(), *pieces])
-                places = np.searchsorted(by_part, rows)
-                step = len(places) if window.nbytes < _MOST_IN_A_GROUP else _AT_ONCE // 16
-                for first in range(0, max(1, len(places)), max(1, step)):
-                    group = window.take(pa.array(places[first : first + step]))
-                    writer.write_table(group.cast(schema))
+    with parquet.ParquetWriter(file, schema, compression="zstd") as writer:
+        for begin in range(0, max(1, len(order)), _ROW_GROUP):
+            rows = order[begin : begin + _ROW_GROUP]
+            by_part = np.sort(rows)  # rows of one part stand together in this numbering
+            owner = np.searchsorted(starts, by_part, "right") - 1
+            pieces = [
+                part(int(number)).take(pa.array(by_part[owner == number] - starts[number]))
+                for number in np.unique(owner)
+            ]
+            window = pa.concat_tables([INDEX_SCHEMA.empty_table(), *pieces])
+            places = np.searchsorted(by_part, rows)
+            step = len(places) if window.nbytes < _MOST_IN_A_GROUP else _AT_ONCE // 16
+            for first in range(0, max(1, len(places)), max(1, step)):
+                group = window.take(pa.array(places[first : first + step]))
+                writer.write_table(group.cast(schema))
 
-    write_whole(layout.index, write)
+
+def _one_line(error: Exception) -> str:
+    return error.strerror if isinstance(error, OSError) and error.strerror else " ".join(str(error).split())

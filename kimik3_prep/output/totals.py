@@ -13,8 +13,8 @@ import pyarrow.compute as pc
 from kimik3_prep.checkpoint.levels import DTYPES
 from kimik3_prep.errors import Problem
 from kimik3_prep.manifest.report import PassedOver
-from kimik3_prep.output.spans import GROUPS
-from kimik3_prep.output.tables import Layout, read_index
+from kimik3_prep.output.folder import Output
+from kimik3_prep.output.tables import GROUPS
 
 
 class Failure(NamedTuple):
@@ -172,22 +172,20 @@ def summarize_plan(table: pa.Table, patch_size: int, dtype: str) -> PlanSummary:
     )
 
 
-def summarize(layout: Layout, skipped: int | None = 0, sizes: Sequence[int] | None = None) -> RunSummary:
+def summarize(output: Output, skipped: int | None = 0) -> RunSummary:
     """Return the totals of a finished run, read from its index.
 
-    skipped: shards that were committed before, None if the whole run was. sizes: bytes of all shards, if the shards do
-    not lie in the folder.
+    skipped: shards that were committed before, None if the whole run was.
     """
     columns = [*_FAILURE, "status", "shard", "row", "patch_count", "num_tokens"]
-    table = read_index(layout.index, columns)
+    table = output.read_index(columns)
     failed = table.filter(pc.equal(table["status"], "failed"))
     ok = table.filter(pc.equal(table["status"], "ok"))
     stored = ok.filter(pc.is_valid(ok["shard"])).group_by(["shard", "row"]).aggregate([("patch_count", "min")])
     index_only = ok.num_rows > 0 and stored.num_rows == 0
-    if sizes is None:
-        sizes = [path.stat().st_size for path in layout.committed_shards()]
+    sizes = output.shard_sizes()
     return RunSummary(
-        output=layout.name,
+        output=output.name,
         rows=table.num_rows,
         ok=ok.num_rows,
         failed=failed.num_rows,
@@ -203,25 +201,23 @@ def summarize(layout: Layout, skipped: int | None = 0, sizes: Sequence[int] | No
 
 
 def summarize_range(
-    layout: Layout, shard_range: tuple[int, int], planned: Sequence[str], mine: Sequence[str], skipped: int
+    output: Output, shard_range: tuple[int, int], planned: Sequence[str], mine: Sequence[str], skipped: int
 ) -> RangeSummary:
     """Return the totals of a range. Its shards, `mine` among all that are `planned`, are committed."""
-    tables = [
-        read_index(layout.shard_index(name), [*_FAILURE, "status"]).replace_schema_metadata(None) for name in mine
-    ]
+    tables = [output.read_shard_index(name, [*_FAILURE, "status"]).replace_schema_metadata(None) for name in mine]
     failed = [table.filter(pc.equal(table["status"], "failed")) for table in tables]
     rows, lost = (sum(table.num_rows for table in some) for some in (tables, failed))
     return RangeSummary(
-        output=layout.name,
+        output=output.name,
         shard_range=f"{shard_range[0]}/{shard_range[1]}",
         rows=rows,
         ok=rows - lost,
         failed=lost,
         failures=_failures(pa.concat_tables(failed)) if failed else (),
         shards=len(mine),
-        size=sum(layout.shard(name).stat().st_size for name in mine),
+        size=sum(output.shard(name).stat().st_size for name in mine),
         skipped=skipped,
-        committed=sum(map(layout.committed, planned)),
+        committed=sum(map(output.committed, planned)),
         planned=len(planned),
     )
 

@@ -11,9 +11,10 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from kimik3_prep.errors import InputError, Problem
+from kimik3_prep.output.folder import Output
 from kimik3_prep.output.recipe import Recipe
 from kimik3_prep.output.shard_file import Shard, open_shard
-from kimik3_prep.output.tables import INDEX_SCHEMA, Layout, read_index, read_plan, read_run
+from kimik3_prep.output.tables import INDEX_SCHEMA, read_index
 from kimik3_prep.output.totals import Bin, histogram
 from kimik3_prep.reading.pictures import Picture, Sheet
 from kimik3_prep.remote import refuse
@@ -335,16 +336,16 @@ def _counts(column: Any) -> dict[str, int]:
 
 
 def _output(root: Path) -> OutputDescription:
-    layout = Layout(root)
-    record = read_run(layout)
+    layout = Output(root)
+    record = layout.record()
     if record is None:
         raise InputError([Problem(str(root), "no run.json in it", "a folder that `kimik3-prep encode` wrote")])
     committed = layout.committed_shards()
     finished = layout.index.is_file()
     if finished:
-        table = read_index(layout.index)
+        table = layout.read_index()
     else:
-        parts = [read_index(layout.shard_index(path.stem)).replace_schema_metadata(None) for path in committed]
+        parts = [layout.read_shard_index(name).replace_schema_metadata(None) for name in committed]
         table = pa.concat_tables([INDEX_SCHEMA.empty_table(), *parts])
     return OutputDescription(
         path=str(root),
@@ -355,20 +356,22 @@ def _output(root: Path) -> OutputDescription:
         versions=dict(record.versions),
         fingerprint=record.recipe.fingerprint,
         shards={
-            path.stem: ShardSize(path.stat().st_size, open_shard(path).tensors["pixel_values"].shape[0])
-            for path in committed
+            name: ShardSize(
+                layout.shard(name).stat().st_size, open_shard(layout.shard(name)).tensors["pixel_values"].shape[0]
+            )
+            for name in committed
         },
-        size=sum(path.stat().st_size for path in committed),
+        size=sum(layout.shard_sizes()),
         **_totals(table),
     )
 
 
-def _planned(layout: Layout) -> Planned | None:
+def _planned(layout: Output) -> Planned | None:
     """Return what an unfinished run will hold, or None if it was stopped before its plan was written."""
     if not layout.plan.is_file():
         return None
     rows, shards = 0, set()
-    for table in read_plan(layout):
+    for table in layout.read_plan():
         rows += table.num_rows
         shards.update(pc.unique(table["shard"].drop_null()).to_pylist())
     return Planned(rows, len(shards))

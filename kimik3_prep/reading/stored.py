@@ -19,10 +19,9 @@ import pyarrow.compute as pc
 
 from kimik3_prep.checkpoint.levels import DTYPES
 from kimik3_prep.errors import FailedItem, InputError, ItemError, Problem, StoreError
-from kimik3_prep.output.folder import beneath_run
-from kimik3_prep.output.recipe import Recipe
-from kimik3_prep.output.shard_file import METADATA_KEY, open_shard
-from kimik3_prep.output.tables import Layout, read_index, read_plan, read_run
+from kimik3_prep.output.folder import Output
+from kimik3_prep.output.recipe import METADATA_KEY, Recipe
+from kimik3_prep.output.shard_file import open_shard
 
 #: An item: its id, or its manifest row from 0 (negative: from the end).
 Key = str | SupportsIndex
@@ -47,7 +46,7 @@ class StoredRun:
     """
 
     def __init__(self, root: Path, images: Path | None = None) -> None:
-        self.layout = Layout(root)
+        self.layout = Output(root)
         self._stamp = _stamp(self.layout.index)
         self.table = _read_finished(self.layout)
         about = _metadata(self.layout, self.table)
@@ -171,14 +170,13 @@ class StoredRun:
     @cached_property
     def _recipe(self) -> tuple[str, Recipe, pa.Table]:
         """Where image paths start, how features are made, and the plan in manifest order: it has data: URLs whole."""
-        record = read_run(self.layout)
+        record = self.layout.record()
         base = None
         if record is not None and record.recipe.fingerprint == self._fingerprint:
-            given = None if record.base is None else beneath_run(self.layout, record.base)
-            base = str(self._images) if self._images else given
+            base = str(self._images) if self._images else self.layout.image_base(record)
         if record is None or base is None:
             raise StoreError(f"{self.layout.run} is not that of {self.layout.index}, which has no features of its own")
-        plan = pa.concat_tables(read_plan(self.layout))
+        plan = pa.concat_tables(self.layout.read_plan())
         return base, record.recipe, plan.take(pc.sort_indices(plan["item"]))
 
     def _open_shard(self, name: str) -> tuple[npt.NDArray[Any], Ints]:
@@ -209,21 +207,21 @@ def _stamp(path: Path) -> tuple[int, int, int] | None:
     return status.st_ino, status.st_mtime_ns, status.st_size
 
 
-def _read_finished(layout: Layout) -> pa.Table:
+def _read_finished(layout: Output) -> pa.Table:
     """The index of a finished run. Raises InputError, which tells an unfinished run from a folder of something else."""
     root, expected = str(layout.root), "a folder that `kimik3-prep encode` wrote"
     if layout.index.is_file():
-        return read_index(layout.index)
+        return layout.read_index()
     if not layout.root.is_dir():
         what = "is a file" if layout.root.exists() else "does not exist"
         raise InputError([Problem(root, what, expected)])
-    if read_run(layout) is None:
+    if layout.record() is None:
         raise InputError([Problem(root, "no index.parquet and no run.json in it", expected)])
     what, hint = "the run in it is not finished", "run the same encode command again: it goes on where it was"
     raise InputError([Problem(root, what, hint=hint)])
 
 
-def _metadata(layout: Layout, table: pa.Table) -> dict[str, Any]:
+def _metadata(layout: Output, table: pa.Table) -> dict[str, Any]:
     """What the index says of all its shards. Raises InputError for an index that does not say it."""
     about = json.loads((table.schema.metadata or {}).get(METADATA_KEY.encode(), b"{}"))
     missing = [name for name in _ABOUT if name not in about]

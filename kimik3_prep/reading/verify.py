@@ -30,22 +30,17 @@ from kimik3_prep.images.decode import codec_versions
 from kimik3_prep.images.source import foreign_errors
 from kimik3_prep.manifest.read import base_of
 from kimik3_prep.manifest.report import show
-from kimik3_prep.output.plan import split_shards
+from kimik3_prep.output.folder import OURS, OURS_IN_ROOT, Output, RunRecord
 from kimik3_prep.output.recipe import Recipe, canonical_json
 from kimik3_prep.output.shard_file import ShardFormat, open_shard
 from kimik3_prep.output.tables import (
-    OURS,
-    OURS_IN_ROOT,
-    Layout,
     Outcome,
-    RunRecord,
     Stored,
     index_metadata,
     index_table,
     planned_table,
     read_index,
-    read_plan,
-    read_run,
+    split_shards,
 )
 from kimik3_prep.remote import refuse
 from kimik3_prep.run.item import PlannedItem, decode_item, item_patches, planned_items
@@ -110,8 +105,8 @@ class Comparison:
 def verify(root: Path, comparison: Comparison | None = None) -> Verification:
     """Check an output folder. Raises InputError where it is none, and where the comparison cannot be made."""
     refuse(root)
-    layout = Layout(root)
-    record = read_run(layout)
+    layout = Output(root)
+    record = layout.record()
     if record is None:
         raise InputError([Problem(str(root), "no run.json in it", "a folder that `kimik3-prep encode` wrote")])
     again = None if comparison is None else _Again(layout, record, comparison)
@@ -184,7 +179,7 @@ class _Run:
     the other witness show which file is damaged. Where nothing can show it, both are named.
     """
 
-    def __init__(self, layout: Layout, recipe: Recipe) -> None:
+    def __init__(self, layout: Output, recipe: Recipe) -> None:
         self.layout = layout
         self.recipe = recipe
         self.rows = self.images = self.shards = self.bytes = 0
@@ -209,7 +204,7 @@ class _Run:
     def _open_plan(self) -> Iterator[Finding]:
         todo = "encode into another --output; the shards in this folder stay as they are"
         try:
-            places = [rows["item"].to_numpy() for rows in read_plan(self.layout)]
+            places = [rows["item"].to_numpy() for rows in self.layout.read_plan()]
         except InputError as error:
             yield Finding("plan.parquet", None, error.problems[0].what, todo)
             return
@@ -225,7 +220,7 @@ class _Run:
             yield Finding(file, None, "is missing: the run is not finished", _AGAIN)
             return
         try:
-            index = read_index(self.layout.index)
+            index = self.layout.read_index()
         except InputError as error:
             yield Finding(file, None, error.problems[0].what, _MERGE)
             return
@@ -249,7 +244,7 @@ class _Run:
 
     def _planned_rows(self) -> Iterator[Finding]:
         """Every shard of the plan, and the rows that are in none."""
-        for name, rows in split_shards(read_plan(self.layout)):
+        for name, rows in split_shards(self.layout.read_plan()):
             if name is not None and not self.recipe.index_only:
                 yield from self._shard(name, rows)
             elif (actual := self._rows_of(rows["item"])) is not None:
@@ -315,7 +310,7 @@ class _Run:
             yield Finding(file, None, error.problems[0].what, todo)
             return False
         self.shards += 1
-        form = ShardFormat.of(self.recipe, _group(name))
+        form = ShardFormat(self.recipe, _group(name))
         images, patches = (shard.tensors[tensor].shape[0] for tensor in ("grid_thws", "pixel_values"))
         header = form.header(images, patches)
         size, expected = os.path.getsize(path), len(header) + 24 * images + patches * form.patch_bytes
@@ -361,7 +356,7 @@ class _Run:
         for name in (*(path.name for path in locks(self.layout.root)), *(f"{name}.tmp" for name in OURS_IN_ROOT)):
             if (self.layout.root / name).exists():
                 yield Finding(name, None, what, todo)
-        planned = {name for name, _ in split_shards(read_plan(self.layout))} if self._planned else None
+        planned = {name for name, _ in split_shards(self.layout.read_plan())} if self._planned else None
         for path in self._ours():
             if path.suffix == ".tmp":
                 yield Finding(f"shards/{path.name}", None, what, todo)
@@ -454,17 +449,29 @@ class _Computer(Protocol):
 
     name: str
 
-    def compute(self, item: PlannedItem, base: str) -> tuple[npt.NDArray[np.uint8], str] | None:
-        """The bytes of the patches and the content hash of the source; None for an item that it cannot take.
+    def compute(self, item: PlannedItem, base: str) -> _Computed | None:
+        """Compute the item's features; None for an item that it cannot take.
 
-        Raises ItemError where the source cannot be read any more.
+        Raises ItemError where the image cannot be read any more, or is another one.
         """
+
+
+@dataclass(frozen=True, slots=True)
+class _Computed:
+    """The features of one item as of today."""
+
+    content_hash: str
+    """Of the encoded bytes that were read."""
+    unlike: str = ""
+    """Why there are no patches to compare, in words that go on after the computer's name."""
+    patches: npt.NDArray[Any] | None = None
+    """`[L, 3, p, p]`; None where `unlike` says why."""
 
 
 class _Again:
     """Stored images computed anew. Only images whose stored bytes are intact: damage has a finding already."""
 
-    def __init__(self, layout: Layout, record: RunRecord, comparison: Comparison) -> None:
+    def __init__(self, layout: Output, record: RunRecord, comparison: Comparison) -> None:
         self.compared = 0
         self._layout, self._record, self._sample = layout, record, comparison.sample
         self._base = base_of(comparison.manifest) if comparison.manifest else str(Path.cwd())
@@ -496,7 +503,7 @@ class _Again:
             if name is None or not self._layout.committed(name):
                 continue
             try:
-                index = read_index(self._layout.shard_index(name))
+                index = self._layout.read_shard_index(name)
             except InputError:
                 continue
             if index["item"].to_pylist() != rows["item"].to_pylist():
@@ -513,17 +520,19 @@ class _Again:
                 result = computer.compute(item, self._base)
             except ItemError as error:
                 compared = True
-                yield Finding(file, image.id, f"{computer.name} cannot compute it: {error}", "restore the image")
+                yield Finding(file, image.id, f"the image cannot be computed again: {error}", "restore the image")
                 continue
             if result is None:
                 continue
             compared = True
-            values, content_hash = result
-            if content_hash != image.content_hash:
-                what = f"the image is another one now ({content_hash}, encoded was {image.content_hash})"
+            unlike = result.unlike
+            if result.patches is not None and not np.array_equal(result.patches.reshape(-1).view(np.uint8), stored):
+                unlike = "gives other bytes"
+            if result.content_hash != image.content_hash:
+                what = f"the image is another one now ({result.content_hash}, encoded was {image.content_hash})"
                 yield Finding(file, image.id, what, "restore the image, or encode the new one into another folder")
-            elif not np.array_equal(values, stored):
-                what = f"{computer.name} gives other bytes; {_versions_compared(self._record)}"
+            elif unlike:
+                what = f"{computer.name} {unlike}; {_versions_compared(self._record)}"
                 yield Finding(file, image.id, what, _DIFFERENT)
         self.compared += compared
 
@@ -551,13 +560,13 @@ def _versions_compared(record: RunRecord) -> str:
     )
 
 
-def _readable(layout: Layout) -> Iterator[pa.Table]:
+def _readable(layout: Output) -> Iterator[pa.Table]:
     """The plan up to where it is damaged. That has a finding of its own."""
     with suppress(InputError):
-        yield from read_plan(layout)
+        yield from layout.read_plan()
 
 
-def _check_base(layout: Layout, base: str) -> None:
+def _check_base(layout: Output, base: str) -> None:
     """Raises InputError where images were named relative to a manifest that lies elsewhere: none of them is here."""
     missing = ""
     for rows in _readable(layout):
@@ -580,10 +589,10 @@ class _Backend:
     def __init__(self, recipe: Recipe) -> None:
         self._recipe = recipe
 
-    def compute(self, item: PlannedItem, base: str) -> tuple[npt.NDArray[np.uint8], str]:
+    def compute(self, item: PlannedItem, base: str) -> _Computed:
         """As in `_Computer`."""
-        met, values = item_patches(item, base, self._recipe, same_file=False)
-        return values.view(np.uint8).reshape(-1), met.content_hash
+        met, patches = item_patches(item, base, self._recipe, same_file=False)
+        return _Computed(met.content_hash, patches=patches)
 
 
 class _Processor:
@@ -595,21 +604,25 @@ class _Processor:
         self._recipe = recipe
         self._processor = _load_processor(folder, trusted)
 
-    def compute(self, item: PlannedItem, base: str) -> tuple[npt.NDArray[np.uint8], str] | None:
+    def compute(self, item: PlannedItem, base: str) -> _Computed | None:
         """As in `_Computer`. It takes no features made elsewhere, and no images scaled by --max-tokens."""
         from kimik3_prep.pixels.ready import ReadyFeatures, cast_features
 
         if item.made_elsewhere or item.in_patch_limit is not None:
             return None
         decoded = decode_item(item, base, self._recipe, same_file=False)
-        with foreign_errors():
-            result = self._processor.preprocess([{"type": "image", "image": decoded.image}], return_tensors="pt")
-        grids = np.asarray(result["grid_thws"]).reshape(-1).tolist()
-        if grids != list(item.grid.thw):
-            raise ItemError("size_mismatch", f"its grid is {grids}, stored is {list(item.grid.thw)}")
-        pixels = np.ascontiguousarray(result["pixel_values"])
-        values = cast_features(ReadyFeatures(pixels, pixels.dtype.name), self._recipe.config, self._recipe.dtype)
-        return values.view(np.uint8).reshape(-1), decoded.content_hash
+        try:
+            with foreign_errors():
+                result = self._processor.preprocess([{"type": "image", "image": decoded.image}], return_tensors="pt")
+                grid = np.asarray(result["grid_thws"]).reshape(-1).tolist()
+                pixels = np.ascontiguousarray(result["pixel_values"])
+                features = ReadyFeatures(pixels, pixels.dtype.name)
+                patches = cast_features(features, self._recipe.config, self._recipe.dtype)
+        except ItemError as error:
+            return _Computed(decoded.content_hash, f"fails: {error.message}")
+        if grid != list(item.grid.thw):
+            return _Computed(decoded.content_hash, f"gives the grid {grid}, stored is {list(item.grid.thw)}")
+        return _Computed(decoded.content_hash, patches=np.ascontiguousarray(patches))
 
 
 def _load_processor(folder: Path, trusted: bool) -> Any:

@@ -1,8 +1,9 @@
-"""All that can be wrong before any work: the settings of a run, the config and the manifest, reported together."""
+"""Everything that can be wrong before any work: settings, config, manifest and device, all problems together."""
 
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
@@ -14,15 +15,14 @@ import pyarrow.compute as pc
 from kimik3_prep.checkpoint.config import Place, PreprocessorConfig, find_config, load_config
 from kimik3_prep.errors import INSTALL_RAY, InputError, Problem
 from kimik3_prep.images.address import is_data_url, resolve, split
-from kimik3_prep.images.decode import DEFAULT_MAX_PIXELS
+from kimik3_prep.images.decode import DEFAULT_MAX_PIXELS, codec_versions
 from kimik3_prep.images.formats import missing
 from kimik3_prep.manifest.missing import missing_files
 from kimik3_prep.manifest.read import ITEM_SCHEMA, Manifest, base_of, is_pattern, read_manifest
 from kimik3_prep.manifest.report import PassedOver, show
 from kimik3_prep.manifest.row import NO_SELECTION, Selection
-from kimik3_prep.output.mirror import staging_folder
+from kimik3_prep.output.recipe import Recipe
 from kimik3_prep.remote import protocol_problem, scheme
-from kimik3_prep.run.devices import auto_backend, find_devices
 
 #: Seconds; far above what the largest allowed image takes to decode.
 DEFAULT_ITEM_TIMEOUT = 300.0
@@ -30,10 +30,12 @@ DEFAULT_ITEM_TIMEOUT = 300.0
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What `encode` was asked to do. `Recipe` says which of these decide output bytes; the others never do."""
+    """What `encode` was asked to do. Those that decide output bytes are in the `Recipe`; the others never do."""
 
     manifest: str
-    output: Path  # where files are written
+    output: Path | str
+    """A folder, or the URL of one in an object store."""
+
     config: str | None = None
     backend: Literal["auto", "cpu", "gpu"] = "auto"
     dtype: str = "float32"
@@ -56,7 +58,9 @@ class Settings:
     overwrite: bool = False
     retry_failed: bool = False
     image_root: Path | None = None
-    store: str | None = None  # URL that they go to then
+    staging: Path | None = None
+    """Where the files for a URL are made; None: in the temporary folder."""
+
     index_only: bool = False
     engine: Literal["local", "ray"] = "local"
     ray_address: str | None = None
@@ -88,12 +92,13 @@ class Reporter(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Checked:
-    """Input without problems. backend: for rows that choose none. devices: for gpu shards; empty without any."""
+    """Input without problems."""
 
-    config: PreprocessorConfig
+    recipe: Recipe
     manifest: Manifest
-    backend: Literal["cpu", "gpu"]
+
     devices: tuple[str, ...]
+    """torch devices for gpu shards, a shard each; empty where no row asks for one."""
 
     def without_items(self) -> Checked:
         """The same without the manifest's rows, which may take up much memory."""
@@ -107,23 +112,6 @@ def default_output(manifest: str) -> Path:
     name = manifest.partition("?")[0] if scheme(manifest) else manifest
     name = "manifest" if manifest == "-" else Path(name).name.removesuffix(".gz")
     return Path(f"{Path(name).stem}-features")
-
-
-def destination(output: str | None, staging: Path | None, manifest: str) -> tuple[Path, str | None]:
-    """Where files are written, and the URL they go to then, None where they stay. Raises InputError."""
-    protocol = scheme(output or "")
-    if output is None or protocol is None:
-        if staging is not None:
-            hint = "give --output a URL, or leave it out"
-            raise InputError([Problem("--staging", "is for an output in an object store", hint=hint)])
-        return (default_output(manifest) if output is None else Path(output)), None
-    if problem := protocol_problem(protocol, output):
-        raise InputError([problem])
-    if protocol in ("http", "https"):
-        hint = "s3://, gs://, or the protocol of another store"
-        raise InputError([Problem(output, "a web server takes no files", "a folder or an object store", hint)])
-    url = output.rstrip("/")
-    return staging or staging_folder(url), url
 
 
 def check(settings: Settings, reporter: Reporter) -> Checked:
@@ -165,7 +153,27 @@ def check(settings: Settings, reporter: Reporter) -> Checked:
         total += error.total
     if config is None or manifest is None or problems:
         raise InputError(problems, total)
-    return Checked(config, manifest, backend, devices)
+    return Checked(_recipe(settings, config, manifest, backend), manifest, devices)
+
+
+def _recipe(
+    settings: Settings, config: PreprocessorConfig, manifest: Manifest, backend: Literal["cpu", "gpu"]
+) -> Recipe:
+    return Recipe(
+        config=config,
+        manifest=manifest.digest,
+        limit=settings.limit,
+        backend=backend,
+        dtype="uint8" if settings.index_only else settings.dtype,
+        index_only=settings.index_only,
+        shard_size=settings.shard_size,
+        dedupe=settings.dedupe,
+        max_pixels=settings.max_pixels,
+        max_tokens=settings.max_tokens,
+        exif=settings.exif,
+        decoders=codec_versions(settings.formats),
+        formats=settings.formats,
+    )
 
 
 def _was_planned(settings: Settings) -> bool:
@@ -187,10 +195,37 @@ def _odd_settings(settings: Settings) -> Iterator[Problem]:
             if used:
                 yield Problem(option, "concerns the whole folder, and --shard-range a part of it", hint=hint)
     elsewhere = settings.engine == "ray" and settings.ray != "local"
-    if settings.store is not None and (settings.shard_range is not None or elsewhere):
+    if scheme(str(settings.output)) and (settings.shard_range is not None or elsewhere):
         option = "--shard-range" if settings.shard_range is not None else "--ray-address"
         hint = "write to a folder that all machines share, and copy it there"
         yield Problem(option, "has no staging folder that all its machines see for an output at a URL", hint=hint)
+
+
+def parse_size(text: str, option: str = "size") -> int:
+    """Bytes from "200MB", "2GiB", "512 mib" or "1000000". Raises InputError for anything else, and for zero."""
+    units = {"": 1, "b": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
+    units |= {f"{u}b": 1000**n for n, u in enumerate("kmgt", 1)} | {f"{u}ib": 1024**n for n, u in enumerate("kmgt", 1)}
+    digits = text.strip().lower()
+    unit = digits.lstrip("0123456789.").strip()
+    number = digits[: len(digits) - len(digits.lstrip("0123456789."))]
+    try:
+        size = int(float(number) * units[unit])
+    except (KeyError, ValueError, OverflowError):
+        size = 0
+    if size < 1:
+        raise InputError([Problem(option, f"{text!r} is not a size", "a number with a unit: 200MB, 512MiB, 2GiB")])
+    return size
+
+
+def parse_range(text: str) -> tuple[int, int]:
+    """Return `(i, n)` from "i/n": the i-th of n ranges, counted from 1. Raises InputError for anything else."""
+    match = re.fullmatch(r"\s*(\d{1,9})\s*(?:/|of)\s*(\d{1,9})\s*", text, re.ASCII)
+    number, count = (int(match[1]), int(match[2])) if match else (0, 0)
+    if match and 1 <= number <= count:
+        return number, count
+    hint = f"ranges are counted from 1: the first is 1/{count}, the last {count}/{count}" if count else ""
+    expected = "i/n, the i-th of n ranges, as 1/8 to 8/8"
+    raise InputError([Problem("--shard-range", f"{text!r} is no range", expected, hint)])
 
 
 def _who_asks_for_a_device(settings: Settings, manifest: Manifest, backend: str) -> str | None:
@@ -262,3 +297,62 @@ def _beside(manifest: str) -> Place | None:
     if scheme(manifest):
         return base_of(manifest)
     return Path(base_of(manifest)) if is_pattern(manifest) else Path(manifest).resolve().parent
+
+
+# --- devices --------------------------------------------------------------------------------------------------------
+
+_ANYWHERE = "--device cpu runs the same kernels on the CPU, with the same bytes; --backend cpu does without them"
+
+
+def auto_backend() -> Literal["cpu", "gpu"]:
+    """`gpu` where a CUDA device can be used, else `cpu`. Both give the same bytes."""
+    if not os.path.exists("/dev/nvidiactl"):  # importing torch to hear "no" costs seconds
+        return "cpu"
+    import torch
+
+    return "gpu" if torch.cuda.is_available() else "cpu"
+
+
+def find_devices(device: str | None, where: str, elsewhere: bool = False) -> tuple[str, ...]:
+    """The torch devices that `--device` names: `cuda` is every visible one, a shard each.
+
+    device: cuda, cuda:N, mps, cpu, or None for cuda. where: what asks for a device, for the problem's place.
+    elsewhere: the work is done on other machines, and a CUDA device need not be here.
+    Raises InputError when there is no such device, or when this Pillow resizes in another way than the kernels.
+    """
+    asked = device or "cuda"
+    match = re.fullmatch(r"(cpu|mps|cuda)(?::(\d+))?", asked)
+    if match is None or (match[2] and match[1] != "cuda"):
+        hint = 'was "cuda" meant?' if asked.lower().startswith(("gpu", "cuda", "nvidia")) else ""
+        raise InputError([Problem("--device", f"{asked!r} is no device", "cuda, cuda:N, mps or cpu", hint)])
+    _check_pillow()
+    import torch
+
+    if match[1] == "cuda" and elsewhere:
+        return ("cuda",)
+    if match[1] == "cpu":
+        return ("cpu",)
+    if match[1] == "mps":
+        if not torch.backends.mps.is_available():
+            raise InputError([Problem(where, "no MPS device is available here", hint=_ANYWHERE)])
+        return ("mps",)
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if not count:
+        why = "this torch was built without CUDA" if torch.version.cuda is None else "CUDA finds no device"
+        hint = f"install a CUDA build of torch and its driver; {_ANYWHERE}"
+        raise InputError([Problem(where, f"the gpu backend is asked for, and {why}", hint=hint)])
+    if match[2] is None:
+        return tuple(f"cuda:{index}" for index in range(count))
+    if int(match[2]) >= count:
+        raise InputError([Problem("--device", f"{asked} does not exist", f"cuda:0 to cuda:{count - 1}")])
+    return (asked,)
+
+
+def _check_pillow() -> None:
+    from PIL import __version__
+
+    from kimik3_prep.pixels.device import resizes_like_pillow
+
+    if not resizes_like_pillow():
+        what = f"Pillow {__version__} resizes in another order of passes than the device kernels"
+        raise InputError([Problem("--backend", what, "Pillow 13", "install pillow>=13, or use --backend cpu")])

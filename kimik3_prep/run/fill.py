@@ -11,9 +11,9 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from kimik3_prep.errors import ItemError, Problem, RunStopped, TooManyFailures
-from kimik3_prep.output.plan import split_shards
+from kimik3_prep.output.folder import Output
 from kimik3_prep.output.recipe import Recipe
-from kimik3_prep.output.tables import Layout, read_index, read_plan
+from kimik3_prep.output.tables import split_shards
 from kimik3_prep.pixels.cpu import lost_levels
 from kimik3_prep.run.check import Checked, Reporter, Settings
 from kimik3_prep.run.shard import Control, ShardJob, Stopped, fill_shards
@@ -21,15 +21,15 @@ from kimik3_prep.run.workers import Workers
 
 
 def fill(
-    settings: Settings, checked: Checked, layout: Layout, recipe: Recipe, workers: Workers, reporter: Reporter
+    settings: Settings, checked: Checked, output: Output, recipe: Recipe, workers: Workers, reporter: Reporter
 ) -> int:
     """Fill the shards, of the range where there is one, that are not committed yet; return how many were.
 
     Raises RunError where the machine fails, TooManyFailures.
     """
     _warn_of_lost_levels(recipe, reporter)
-    left = _survey(settings, layout)
-    _warn_of_a_full_disk(layout, recipe, left.patches, reporter)
+    left = _survey(settings, output)
+    _warn_of_a_full_disk(output, recipe, left.patches, reporter)
     limit = _FailureLimit(0 if settings.on_error == "fail" else settings.max_failures, left.failed_rows)
     control = Control(note=lambda where, text: reporter.warn(Problem(where, text, severity="warning")))
 
@@ -41,7 +41,7 @@ def fill(
     control.on_item = on_item
     limit.check()
     reporter.phase("images", left.images)
-    jobs = _jobs(settings, checked, layout, recipe)
+    jobs = _jobs(settings, checked, output, recipe)
     try:
         if settings.engine == "ray":
             from kimik3_prep.run.ray import Crew, fill_on_ray
@@ -59,27 +59,27 @@ def fill(
     return left.committed
 
 
-def planned_shards(layout: Layout, shard_range: tuple[int, int] | None = None) -> Iterator[tuple[str | None, pa.Table]]:
+def planned_shards(output: Output, shard_range: tuple[int, int] | None = None) -> Iterator[tuple[str | None, pa.Table]]:
     """Yield the plan's shards with their rows; None names the rows that failed while planning.
 
     shard_range: `(i, n)` keeps every n-th shard from the i-th on. It counts the shards of the plan, committed or not,
     so n ranges never share one, whenever each of them begins.
     """
     number = 0
-    for name, rows in split_shards(read_plan(layout)):
+    for name, rows in split_shards(output.read_plan()):
         if name is not None:
             number += 1
         if name is None or shard_range is None or (number - shard_range[0]) % shard_range[1] == 0:
             yield name, rows
 
 
-def _jobs(settings: Settings, checked: Checked, layout: Layout, recipe: Recipe) -> Iterator[ShardJob]:
+def _jobs(settings: Settings, checked: Checked, output: Output, recipe: Recipe) -> Iterator[ShardJob]:
     """Yield a job for each shard that is not committed yet; the devices take turns."""
     devices = itertools.cycle(checked.devices or ("cpu",))
-    for name, rows in planned_shards(layout, settings.shard_range):
-        if name is not None and not layout.committed(name):
+    for name, rows in planned_shards(output, settings.shard_range):
+        if name is not None and not output.committed(name):
             device = next(devices) if name.startswith("gpu-") else "cpu"
-            yield ShardJob(layout, recipe, name, rows, checked.manifest.base, device, settings.batch_bytes)
+            yield ShardJob(output, recipe, name, rows, checked.manifest.base, device, settings.batch_bytes)
 
 
 @dataclass(slots=True)
@@ -95,14 +95,14 @@ class _Left:
     """While planning, and in committed shards."""
 
 
-def _survey(settings: Settings, layout: Layout) -> _Left:
+def _survey(settings: Settings, output: Output) -> _Left:
     left = _Left()
-    for name, rows in planned_shards(layout, settings.shard_range):
+    for name, rows in planned_shards(output, settings.shard_range):
         if name is None:
             left.failed_rows += rows.num_rows
-        elif layout.committed(name):
+        elif output.committed(name):
             left.committed += 1
-            status = read_index(layout.shard_index(name), ["status"])["status"]
+            status = output.read_shard_index(name, ["status"])["status"]
             left.failed_rows += pc.sum(pc.equal(status, "failed")).as_py()
         else:
             left.images += pc.max(rows["row"]).as_py() + 1
@@ -116,19 +116,19 @@ def _warn_of_lost_levels(recipe: Recipe, reporter: Reporter) -> None:
         reporter.warn(Problem("--dtype", what, "float32 or uint8 for lossless storage", severity="warning"))
 
 
-def _warn_of_a_full_disk(layout: Layout, recipe: Recipe, patches: int, reporter: Reporter) -> None:
+def _warn_of_a_full_disk(output: Output, recipe: Recipe, patches: int, reporter: Reporter) -> None:
     """Warn only: others may free space meanwhile, and some file systems compress."""
     needed = patches * recipe.patch_bytes
-    if layout.store is not None:  # a shard leaves the disk before the next but one begins
+    if output.is_mirrored:  # a shard leaves the disk before the next but one begins
         return
-    free = shutil.disk_usage(layout.root).free
+    free = shutil.disk_usage(output.root).free
     if needed <= free:
         return
     hint = "the run stops when the disk is full, and the same command goes on once there is space"
     if recipe.dtype != "uint8":
         hint += f"; --dtype uint8 would need {patches * 3 * recipe.config.patch_size**2:,}"
     what = f"{needed:,} bytes are to be written and {free:,} are free"
-    reporter.warn(Problem(str(layout.root), what, hint=hint, severity="warning"))
+    reporter.warn(Problem(str(output.root), what, hint=hint, severity="warning"))
 
 
 class _FailureLimit:

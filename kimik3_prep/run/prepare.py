@@ -1,36 +1,31 @@
-"""The whole run, and the only place that knows every stage.
+"""The life of a run, whole or a range of its shards.
 
-check    manifest and config, every problem at once, before any image is opened
+check    settings, config and manifest, every problem at once, before any image is opened
 plan     image headers -> grids -> shards; from here on every byte has its place
-fill     shard jobs on an engine; committed shards are skipped, so a killed run goes on where it was
-merge    shard indexes -> index.parquet; its presence says the run is finished
+fill     shard by shard; committed shards are skipped, so a killed run goes on where it was
+merge    shard indexes -> index.parquet; its presence says that the run is finished
+
+Ranges are processes, on one machine or many, that fill the shards of one run together, in one folder. The first of them
+plans and the others wait for it. A shard belongs to one range, so ranges can be killed and run again one by one; then
+`finish` merges.
 """
 
 from __future__ import annotations
 
-from typing import Any
+import contextlib
+from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from kimik3_prep import __version__
-from kimik3_prep.disk import locks, only_run
-from kimik3_prep.errors import Problem
-from kimik3_prep.images.decode import codec_versions
-from kimik3_prep.output import mirror
-from kimik3_prep.output.folder import check_folder, open_run, sweep
+from kimik3_prep.errors import InputError, PlanMissing, Problem, ShardsMissing
+from kimik3_prep.output.folder import Output
+from kimik3_prep.output.mirror import open_output
 from kimik3_prep.output.recipe import Recipe
-from kimik3_prep.output.tables import (
-    Layout,
-    index_table,
-    planned_table,
-    read_index,
-    read_plan,
-    write_index,
-    write_plan,
-)
-from kimik3_prep.output.totals import PlanSummary, RunSummary, summarize, summarize_plan
-from kimik3_prep.run.check import Checked, Reporter, Settings, check
+from kimik3_prep.output.tables import index_table, planned_table
+from kimik3_prep.output.totals import PlanSummary, RangeSummary, RunSummary, summarize, summarize_plan, summarize_range
+from kimik3_prep.run.check import Reporter, Settings, check
 from kimik3_prep.run.fill import fill, planned_shards
 from kimik3_prep.run.machine import available_memory
 from kimik3_prep.run.planning import plan, replan
@@ -39,59 +34,96 @@ from kimik3_prep.run.workers import Workers
 
 def dry_run(settings: Settings, reporter: Reporter) -> PlanSummary:
     """Check and plan, write nothing."""
+    open_output(settings.output, settings.staging)
     checked = check(settings, reporter)
     with workers_of(settings) as workers:
         table = plan(settings, checked, workers, reporter)
-    return summarize_plan(table, checked.config.patch_size, settings.dtype)
+    return summarize_plan(table, checked.recipe.config.patch_size, settings.dtype)
 
 
 def prepare(settings: Settings, reporter: Reporter) -> RunSummary:
-    """Encode a manifest into an output folder, or finish what an earlier identical run began there.
+    """Encode a manifest into an output, or finish what an earlier run with the same recipe began there.
 
-    Raises InputError (bad input, or the folder holds another run), RunError (disk, too many failures); an item that
-    fails is a row of the index.
+    Raises InputError where the input is wrong or the output holds another run, RunError where the machine fails or too
+    many items do. An item that fails is a row of the index.
     """
+    output = open_output(settings.output, settings.staging)
     checked = check(settings, reporter)
-    layout = Layout(settings.output, settings.store)
-    recipe = recipe_of(settings, checked)
-    record = None if layout.store else check_folder(layout)
-    finished = record is not None and layout.index.is_file() and not locks(layout.root)
-    if finished and not settings.overwrite and not settings.retry_failed:
-        open_run(layout, recipe, versions(), overwrite=False)  # compares, and writes nothing: the disk may be read-only
-        return summarize(layout, skipped=None)
-    with mirror.staging(layout), only_run(layout.root), workers_of(settings) as workers:
-        summary = _run(settings, checked, layout, recipe, workers, reporter)
-        mirror.leave(layout)
+    recipe, base = checked.recipe, checked.manifest.base
+    if not settings.overwrite and not settings.retry_failed and output.is_done(recipe):
+        return summarize(output, skipped=None)
+    with output.alone(), workers_of(settings) as workers:
+        output.begin(
+            recipe,
+            versions(),
+            overwrite=settings.overwrite,
+            retry=settings.retry_failed,
+            base=base if recipe.index_only else None,
+        )
+        if not output.plan.is_file():
+            output.write_plan(plan(settings, checked, workers, reporter))
+        elif settings.retry_failed:
+            replan(settings, checked, output, workers, reporter)
+        skipped = None
+        if not output.finished:  # it may be: finished while this run waited to begin, or nothing had failed
+            checked = checked.without_items()  # the plan is read from disk from here on, a piece at a time
+            skipped = 0 if recipe.index_only else fill(settings, checked, output, recipe, workers, reporter)
+            merge(output, recipe)
+            tell_of_orientations(output, recipe, reporter)
+        summary = summarize(output, skipped)
+        output.leave()
         return summary
 
 
-def _run(
-    settings: Settings, checked: Checked, layout: Layout, recipe: Recipe, workers: Workers, reporter: Reporter
-) -> RunSummary:
-    base = checked.manifest.base if settings.index_only else None
-    mirror.join(layout, settings.overwrite)
-    open_run(layout, recipe, versions(), settings.overwrite, base)
-    sweep(layout)
-    mirror.publish(layout, layout.run)
-    mirror.fetch(layout, settings.retry_failed)
-    if not layout.plan.is_file():
-        write_plan(layout, plan(settings, checked, workers, reporter))
-    elif settings.retry_failed:
-        replan(settings, checked, layout, workers, reporter)
-    if layout.index.is_file():  # finished while this run waited to begin, or nothing had failed
-        return summarize(layout, None, mirror.sizes(layout))
-    mirror.publish(layout, layout.plan)
-    skipped = 0
-    if settings.index_only:
-        parts = [planned_table(rows, settings.dedupe == "content") for rows in read_plan(layout)]
-        write_index(layout, [], parts, recipe.metadata())
-    else:
-        checked = checked.without_items()  # the plan is read from disk from here on, a piece at a time
-        skipped = fill(settings, checked, layout, recipe, workers, reporter)
-        merge(layout, recipe.metadata())
-    mirror.publish(layout, layout.index)
-    tell_of_orientations(layout, settings.exif, reporter)
-    return summarize(layout, skipped, mirror.sizes(layout))
+def prepare_range(settings: Settings, reporter: Reporter) -> RangeSummary:
+    """Fill every n-th shard of a run, and write no final index.
+
+    Raises InputError where a run, this very range, or a range of another n is at work in the folder; else as `prepare`.
+    """
+    if settings.shard_range is None:
+        raise ValueError("settings.shard_range says which shards")
+    number, count = settings.shard_range
+    output = open_output(settings.output, settings.staging)
+    checked = check(settings, reporter)
+    recipe = checked.recipe
+    output.is_done(recipe)  # compares, before there is a lock in a folder of somebody else
+
+    def waiting(holder: str) -> None:
+        what = f"waiting while another range plans: {holder}"
+        reporter.warn(Problem(output.name, what, severity="warning"))
+
+    with contextlib.ExitStack() as held, workers_of(settings) as workers:
+        with output.planning_range(count, waiting):
+            output.begin(recipe, versions(), others_fill=True)
+            if not output.plan.is_file():
+                output.write_plan(plan(settings, checked, workers, reporter))
+            held.enter_context(output.holding_range(number, count))
+        skipped = fill(settings, checked.without_items(), output, recipe, workers, reporter)
+        whole, mine = (_names(output, part) for part in (None, settings.shard_range))
+        return summarize_range(output, settings.shard_range, whole, mine, skipped)
+
+
+def finish(root: Path, reporter: Reporter) -> RunSummary:
+    """Write the final index of a run whose shards are all there; nothing where it is written already.
+
+    Raises InputError for other folders and while ranges are at work, RunError that names the shards which are missing.
+    """
+    output = Output(root)
+    record = output.record()
+    if record is None:
+        raise InputError([Problem(str(root), "no run.json in it", "a folder that `kimik3-prep encode` filled")])
+    with output.alone():
+        output.sweep()
+        if not output.plan.is_file():
+            raise PlanMissing(str(root))
+        if output.finished:
+            return summarize(output, skipped=None)
+        names = _names(output)
+        if missing := tuple(name for name in names if not output.committed(name)):
+            raise ShardsMissing(missing, len(names))
+        merge(output, record.recipe)
+        tell_of_orientations(output, record.recipe, reporter)
+        return summarize(output)
 
 
 def workers_of(settings: Settings) -> Workers:
@@ -100,52 +132,40 @@ def workers_of(settings: Settings) -> Workers:
     return Workers(settings.workers, settings.item_timeout, memory)
 
 
-def recipe_of(settings: Settings, checked: Checked) -> Recipe:
-    """Return the recipe that the settings and the input make together."""
-    return Recipe(
-        config=checked.config,
-        manifest=checked.manifest.digest,
-        limit=settings.limit,
-        backend=checked.backend,
-        dtype="uint8" if settings.index_only else settings.dtype,
-        index_only=settings.index_only,
-        shard_size=settings.shard_size,
-        dedupe=settings.dedupe,
-        max_pixels=settings.max_pixels,
-        max_tokens=settings.max_tokens,
-        exif=settings.exif,
-        decoders=codec_versions(settings.formats),
-        formats=settings.formats,
-    )
+def merge(output: Output, recipe: Recipe) -> None:
+    """Write the final index: from the shard indexes, and from the plan what is in no shard."""
+    names: list[str] = []
+    others: list[pa.Table] = []
+    for name, rows in planned_shards(output):
+        if recipe.index_only:
+            others.append(planned_table(rows, recipe.dedupe == "content"))
+        elif name is None:
+            others.append(index_table(rows, {}))
+        else:
+            names.append(name)
+    output.finish(names, others, recipe)
 
 
 def versions() -> dict[str, str]:
-    """The versions of what makes the files, for the run record."""
+    """Return the versions of the packages that make the files, for the run record."""
     from importlib.metadata import version
 
     return {"kimik3_prep": __version__} | {name: version(name) for name in ("torch", "numpy", "pyarrow", "safetensors")}
 
 
-def tell_of_orientations(layout: Layout, exif: str, reporter: Reporter) -> None:
-    """Engines differ in what they do with an EXIF orientation, so nobody should be surprised by it. Not for TIFF."""
-    index = read_index(layout.index, ["exif_orientation", "format"])
+def tell_of_orientations(output: Output, recipe: Recipe, reporter: Reporter) -> None:
+    """Warn where images have an EXIF orientation, because engines differ in what they do with it. Not for TIFF."""
+    index = output.read_index(["exif_orientation", "format"])
     rows = pc.and_(pc.greater(index["exif_orientation"], 1), pc.not_equal(index["format"], "TIFF"))
     if not (count := pc.sum(rows).as_py() or 0):
         return
-    does = "was ignored, as SGLang and the checkpoint do; vLLM's loader applies it, as --exif apply does"
-    if exif == "apply":
-        does = "was applied, as vLLM's loader does; SGLang and the checkpoint ignore it"
-    what = f"the EXIF orientation of {count:,} item{'' if count == 1 else 's'} {does}"
+    did = "was ignored, as SGLang and the checkpoint do; vLLM's loader applies it, as --exif apply does"
+    if recipe.exif == "apply":
+        did = "was applied, as vLLM's loader does; SGLang and the checkpoint ignore it"
+    what = f"the EXIF orientation of {count:,} item{'' if count == 1 else 's'} {did}"
     reporter.warn(Problem("--exif", what, severity="warning"))
 
 
-def merge(layout: Layout, metadata: dict[str, Any]) -> None:
-    """Write the final index from the shard indexes and the rows that never got into a shard."""
-    names: list[str] = []
-    failed: list[pa.Table] = []
-    for name, rows in planned_shards(layout):
-        if name is None:
-            failed.append(index_table(rows, {}))
-        else:
-            names.append(name)
-    write_index(layout, names, failed, metadata)
+def _names(output: Output, shard_range: tuple[int, int] | None = None) -> list[str]:
+    """Return the planned shards, of a range or all."""
+    return [name for name, _ in planned_shards(output, shard_range) if name is not None]

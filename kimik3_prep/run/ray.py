@@ -17,10 +17,8 @@ from typing import Any
 import pyarrow as pa
 
 from kimik3_prep import __version__
-from kimik3_prep.disk import LOCK_NAME, hold
 from kimik3_prep.errors import INSTALL_RAY, InputError, ItemError, PrepError, Problem, RunError
 from kimik3_prep.images.decode import codec_versions
-from kimik3_prep.output.folder import clear_shard
 from kimik3_prep.remote import scheme
 from kimik3_prep.run.machine import available_memory, processors
 from kimik3_prep.run.shard import Control, ShardJob, ShardResult, Stopped, fill_shards
@@ -84,7 +82,7 @@ def fill_on_ray(jobs: Iterable[ShardJob], crew: Crew, address: str, control: Con
                 yield from _done(ray, pending, control)
     except BaseException:
         for job in pending.values():
-            clear_shard(job.layout, job.name, _GRACE)
+            job.output.clear_shard(job.name, _GRACE)
         raise
 
 
@@ -159,7 +157,7 @@ def _portable(job: ShardJob) -> ShardJob:
     """
     return replace(
         job,
-        layout=replace(job.layout, root=job.layout.root.absolute()),
+        output=job.output.absolute(),
         base=job.base if scheme(job.base) else os.path.abspath(job.base),
         rows=job.rows.take(pa.array(range(job.rows.num_rows))),
         device="cuda" if job.device.startswith("cuda") else job.device,
@@ -193,7 +191,7 @@ def _ray_task(job: ShardJob, crew: Crew, versions: dict[str, str]) -> _Report:
         _check_versions(versions, job.recipe.formats)
         # The next run in this folder must not meet a task that has outlived its own run.
         with (
-            hold(job.layout.root / f"{LOCK_NAME}-{job.name}", _PATIENCE),
+            job.output.holding_shard(job.name, _PATIENCE),
             Workers(crew.workers, crew.item_timeout, memory) as workers,
         ):
             for result in fill_shards([job], workers, control):

@@ -21,10 +21,10 @@ import pyarrow.compute as pc
 
 from kimik3_prep.disk import disk_errors
 from kimik3_prep.errors import ItemError, RunError
-from kimik3_prep.output.mirror import commit_shard
+from kimik3_prep.output.folder import Output
 from kimik3_prep.output.recipe import Recipe
 from kimik3_prep.output.shard_file import ShardFormat, ShardWriter
-from kimik3_prep.output.tables import Layout, Outcome, Stored, index_table, write_shard_index
+from kimik3_prep.output.tables import Outcome, Stored, index_table
 from kimik3_prep.run.item import (
     LoadItems,
     Met,
@@ -51,7 +51,7 @@ class Stopped(Exception):
 class ShardJob:
     """Everything that one shard needs, picklable."""
 
-    layout: Layout
+    output: Output
     recipe: Recipe
     name: str
 
@@ -116,7 +116,7 @@ def fill_shards(jobs: Iterable[ShardJob], workers: Workers, control: Control) ->
 
     def tasks() -> Iterator[Task]:
         for job in jobs:
-            if job.layout.committed(job.name):
+            if job.output.committed(job.name):
                 continue
             wait([commit for _, commit in full if not commit.done()][:-_COMMITS_WAITING])
             try:
@@ -172,7 +172,7 @@ class _Filling:
         self._batches = self._device_batches() if job.group == "gpu" else None
         patches = self._items[-1].patch_start + self._items[-1].patch_count
         self._writer = ShardWriter(
-            job.layout.shard(job.name), ShardFormat.of(job.recipe, job.group), len(self._items), patches
+            job.output.shard(job.name), ShardFormat(job.recipe, job.group), len(self._items), patches
         )
 
     @property
@@ -229,9 +229,8 @@ class _Filling:
         for row, result in self._results.items():
             outcomes[row] = result if isinstance(result, ItemError) else _stored(*placed[row], *result)
         index = index_table(job.rows, outcomes)
-        write_shard_index(job.layout, job.name, index, job.recipe.metadata(job.group))
-        size = job.layout.shard(job.name).stat().st_size
-        commit_shard(job.layout, job.name)
+        size = job.output.shard(job.name).stat().st_size
+        job.output.commit(job.name, index, job.recipe)
         failed = pc.sum(pc.equal(index["status"], "failed")).as_py()
         patches = sum(item.patch_count for item in kept)
         return ShardResult(job.name, index.num_rows - failed, failed, len(kept), patches, size)

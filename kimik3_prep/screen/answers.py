@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import traceback
@@ -35,6 +36,7 @@ if TYPE_CHECKING:  # a command imports the room that makes its document; the oth
     from kimik3_prep.reading.verify import Verification
 
 _MOST_PROBLEMS = 50
+_NO_PATH = (errno.ENAMETOOLONG, errno.ELOOP)  # even a look whether the path is there fails
 
 Format = Literal["text", "json"]
 
@@ -79,6 +81,9 @@ def report_error(error: Exception) -> ErrorReport:
     if isinstance(error, PrepError):
         kind: Literal["run", "interrupted"] = "interrupted" if isinstance(error, Interrupted) else "run"
         return ErrorReport(kind=kind, message=str(error), problems=(), problems_in_all=0, exit_code=error.exit_code)
+    if isinstance(error, OSError) and error.errno in _NO_PATH:
+        problem = Problem(str(error.filename), f"the system takes no such path: {error.strerror}")
+        return report_error(InputError([problem]))
     last = traceback.extract_tb(error.__traceback__)[-1]
     what = f"{type(error).__name__}: {error} (at {Path(last.filename).name}:{last.lineno})"
     return ErrorReport(kind="internal", message=what, problems=(), problems_in_all=0, exit_code=3)

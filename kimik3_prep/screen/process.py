@@ -17,7 +17,7 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
-from kimik3_prep.errors import CannotPrint, Interrupted, PrepError
+from kimik3_prep.errors import CannotPrint, Interrupted
 from kimik3_prep.screen import answers
 
 #: What Typer raises for a command line that it cannot read. Where the class lies depends on Typer's version.
@@ -52,7 +52,7 @@ def run_command(app: Callable[..., object]) -> None:
     except Exception as error:  # noqa: BLE001  nobody's answer should be a traceback
         report = answers.report_error(error)
         answers.give_error(report, "text" if isinstance(error, CannotPrint) else format)
-        if not isinstance(error, PrepError):
+        if report.kind == "internal":
             answers.print_traceback(error)
         code = report.exit_code
     sys.exit(code)  # type: ignore[arg-type]

@@ -7,17 +7,20 @@ import time
 from datetime import timedelta
 from types import TracebackType
 
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, TextColumn, TimeRemainingColumn
+from rich.table import Column
 
 from kimik3_prep.errors import Problem
 from kimik3_prep.manifest.report import PassedOver
 from kimik3_prep.screen.terminal import err, print_passed_over, print_problem, say, size_text
 
 _EVERY = 5.0  # seconds between lines where there is no terminal
+_FOR_A_BAR, _FOR_A_NOTE = 70, 100  # columns of a terminal that has room for them
+_HEADERS = "headers"  # the phase that reads sizes and no pixels
 
 
 class ProgressReporter:
-    """Shows a run's progress: a bar on a terminal, a line every few seconds elsewhere, nothing when told so."""
+    """Shows a run's progress. Failures are counted over all phases, as the summary counts them."""
 
     def __init__(self, show: bool) -> None:
         self.warnings: list[Problem] = []
@@ -50,16 +53,16 @@ class ProgressReporter:
         print_passed_over(kinds)
 
     def phase(self, name: str, total: int) -> None:
-        """A stage of `total` images begins."""
+        """Begin a stage of `total` images."""
         self._close_phase()
         self._name, self._total = name, total
         self._began = self._spoke = time.monotonic()
-        self._images = self._pixels = self._size = self._failed = 0
+        self._images = self._pixels = self._size = 0
         if self._bar is not None:
             self._task = self._bar.add_task(name, total=total, note="")
 
     def advance(self, images: int, pixels: int, size: int, failed: int) -> None:
-        """So many images more are done."""
+        """Count images that are done: their source pixels, their stored bytes, how many failed."""
         with self._lock:
             self._images += images
             self._pixels += pixels
@@ -78,10 +81,14 @@ class ProgressReporter:
         self._name = ""
 
     def _note(self, now: float) -> str:
-        rate = self._pixels / 1e6 / max(now - self._began, 1e-9)
+        seconds = max(now - self._began, 1e-9)
+        images = self._name == _HEADERS
+        rate = (
+            f"{self._images / seconds:,.0f} images/s" if images else f"{self._pixels / 1e6 / seconds:,.1f} megapixels/s"
+        )
         written = f", {size_text(self._size)}" if self._size else ""
         failed = f", {self._failed:,} failed" if self._failed else ""
-        return f"{rate:,.1f} megapixels/s{written}{failed}"
+        return f"{rate}{written}{failed}"
 
     def _line(self, now: float) -> str:
         left = ""
@@ -93,5 +100,13 @@ class ProgressReporter:
 
 
 def _bar() -> Progress:
-    name, note = TextColumn("{task.description}", markup=False), TextColumn("{task.fields[note]}", markup=False)
-    return Progress(SpinnerColumn(), name, BarColumn(), MofNCompleteColumn(), note, TimeRemainingColumn(), console=err)
+    """Return a bar whose count, share and time left fit into 40 columns; wider terminals show more."""
+
+    def text(pattern: str) -> TextColumn:
+        return TextColumn(pattern, markup=False, table_column=Column(no_wrap=True))
+
+    bar: list[ProgressColumn] = [BarColumn(bar_width=20)] if err.width >= _FOR_A_BAR else []
+    note = [text("{task.fields[note]}")] if err.width >= _FOR_A_NOTE else []
+    share = text("{task.percentage:.0f} %")
+    left = TimeRemainingColumn(compact=True)
+    return Progress(text("{task.description}"), *bar, MofNCompleteColumn(), share, *note, left, console=err)

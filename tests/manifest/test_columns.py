@@ -20,7 +20,7 @@ from kimik3_prep.images.decode import decode
 from kimik3_prep.images.source import read_file
 from kimik3_prep.manifest import columns as tables
 from kimik3_prep.manifest.read import read_manifest
-from kimik3_prep.output.tables import Layout, read_index
+from kimik3_prep.output.folder import Output
 from kimik3_prep.reading.verify import Comparison, verify
 from kimik3_prep.run.check import Settings
 from kimik3_prep.run.prepare import prepare
@@ -53,7 +53,7 @@ def test_a_run_from_a_table_is_the_run_from_a_folder(tmp_path: Path, s3: Store, 
     def outcome(manifest: str, name: str) -> Any:
         more: dict[str, Any] = {"config": "kimi-k3", "backend": "cpu", "dtype": "uint8", "shard_size": 80_000}
         prepare(Settings(manifest, tmp_path / name, workers=3, **more), Silent())
-        index = read_index(Layout(tmp_path / name).index).drop_columns(["image", "extra"])
+        index = Output(tmp_path / name).read_index().drop_columns(["image", "extra"])
         shards = [path.read_bytes() for path in sorted((tmp_path / name / "shards").glob("*.safetensors"))]
         # Behind the header, which names the run.
         return index.to_pylist(), [shard[8 + int.from_bytes(shard[:8], "little") :] for shard in shards]
@@ -65,7 +65,7 @@ def test_a_run_from_a_table_is_the_run_from_a_folder(tmp_path: Path, s3: Store, 
     assert outcome("s3://bucket/t-*.parquet", "stored") == expected
     plan = parquet.read_table(tmp_path / "tabled" / "plan.parquet")
     assert plan.nbytes < 20_000, "no pixels in it"
-    extra = read_index(Layout(tmp_path / "tabled").index)["extra"].to_pylist()
+    extra = Output(tmp_path / "tabled").read_index()["extra"].to_pylist()
     assert extra[1] == ('{"word":"w","image_path":"1.png"}' if nested else '{"word":"w"}')
     report = verify(tmp_path / "tabled", Comparison(pattern))
     assert (report.compared, report.problems) == (7, ())

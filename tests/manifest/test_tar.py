@@ -23,7 +23,7 @@ from kimik3_prep.images import source as sources
 from kimik3_prep.images.address import resolve, split
 from kimik3_prep.images.decode import decode, probe
 from kimik3_prep.manifest.read import Manifest, read_manifest
-from kimik3_prep.output.tables import Layout, read_index
+from kimik3_prep.output.folder import Output
 from kimik3_prep.reading.verify import Comparison, verify
 from kimik3_prep.run.check import Settings, check, default_output
 from kimik3_prep.run.prepare import prepare
@@ -113,7 +113,7 @@ def test_a_run_from_a_tar_is_the_run_from_a_folder(tmp_path: Path, s3: Store, ru
     def outcome(manifest: str, name: str) -> Any:
         more: dict[str, Any] = {"config": "kimi-k3", "backend": "cpu", "dtype": "uint8", "shard_size": 80_000}
         prepare(Settings(manifest, tmp_path / name, **more), Silent())
-        index = read_index(Layout(tmp_path / name).index).drop_columns(["image"])
+        index = Output(tmp_path / name).read_index().drop_columns(["image"])
         shards = [path.read_bytes() for path in sorted((tmp_path / name / "shards").glob("*.safetensors"))]
         # Behind the header, which names the run.
         return index.to_pylist(), [shard[8 + int.from_bytes(shard[:8], "little") :] for shard in shards]

@@ -18,9 +18,8 @@ from stores import Store
 from kimik3_prep import FeatureStore
 from kimik3_prep.errors import InputError, PlanMismatch, RunError
 from kimik3_prep.output import mirror
-from kimik3_prep.output.mirror import publish, staging_folder
-from kimik3_prep.output.tables import Layout
-from kimik3_prep.run.check import Settings, destination
+from kimik3_prep.output.mirror import MirroredOutput, open_output, send, staging_folder
+from kimik3_prep.run.check import Settings
 from kimik3_prep.run.prepare import prepare
 
 OUT = "s3://bucket/out"
@@ -38,7 +37,8 @@ def folder(tmp_path: Path) -> Path:
 
 def settings(folder: Path, store: str | None = OUT, staging: str = "staging", **more: Any) -> Settings:
     fixed: dict[str, Any] = {"config": "kimi-k3", "backend": "cpu", "dtype": "uint8", "shard_size": 80_000}
-    return Settings(str(folder / "m.jsonl"), folder / staging, store=store, **fixed | more)
+    place = {"output": folder / staging} if store is None else {"output": store, "staging": folder / staging}
+    return Settings(str(folder / "m.jsonl"), **place, **fixed | more)
 
 
 def local(folder: Path, name: str = "local", **more: Any) -> dict[str, bytes]:
@@ -153,7 +153,7 @@ def test_large_files_go_in_parts_and_are_not_read_back(s3: Store, tmp_path: Path
     path = tmp_path / "large.bin"
     path.write_bytes(b"start")
     os.truncate(path, 101 << 20)
-    publish(Layout(tmp_path, OUT), path)
+    send(path, f"{OUT}/large.bin")
     assert len([key for key in s3.sent() if key == "out/large.bin"]) == 3
     assert s3.of("out/large.bin") == []
 
@@ -259,8 +259,9 @@ def test_a_staging_folder_of_something_else_is_left_alone(s3: Store, folder: Pat
 
 def test_the_default_staging_folder(folder: Path, monkeypatch: pytest.MonkeyPatch, s3: Store) -> None:
     monkeypatch.setattr(mirror.tempfile, "tempdir", str(folder / "tmp"))
-    place, store = destination(f"{OUT}/", None, "m.jsonl")
-    assert (place, store) == (staging_folder(OUT), OUT)
+    output = open_output(f"{OUT}/")
+    place = output.root
+    assert output == MirroredOutput(staging_folder(OUT), OUT)
     assert place.parent == folder / "tmp"
     place.parent.mkdir()
     place.symlink_to(folder)
@@ -278,7 +279,7 @@ def test_the_default_staging_folder(folder: Path, monkeypatch: pytest.MonkeyPatc
 )
 def test_places_that_cannot_be(output: str, staging: Path | None, what: str) -> None:
     with pytest.raises(InputError, match=what):
-        destination(output, staging, "m.jsonl")
+        open_output(output, staging)
 
 
 def test_a_bucket_that_is_not_there(s3: Store, folder: Path) -> None:

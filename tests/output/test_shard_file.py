@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import safetensors.torch
 import torch
+from conftest import shard_format
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -19,8 +20,8 @@ from kimik3_prep.checkpoint.levels import DTYPES
 from kimik3_prep.disk import disk_errors
 from kimik3_prep.errors import InputError, RunError
 from kimik3_prep.output import shard_file as shards
-from kimik3_prep.output.recipe import canonical_json
-from kimik3_prep.output.shard_file import METADATA_KEY, ShardFormat, ShardWriter, open_shard
+from kimik3_prep.output.recipe import METADATA_KEY, canonical_json
+from kimik3_prep.output.shard_file import ShardFormat, ShardWriter, open_shard
 from kimik3_prep.pixels.tensors import torch_dtype
 from kimik3_prep.run.item import write_blocks
 
@@ -68,7 +69,7 @@ def test_bytes_are_the_librarys(
     kept = [keep for _, _, keep in images]
     total = sum(rows * cols for rows, cols in sizes)
     pixels = torch.arange(total * 3 * patch * patch).view(total, 3, patch, patch).to(torch_dtype(dtype))
-    write(path, ShardFormat(dtype, patch, METADATA), pixels, sizes, kept)
+    write(path, shard_format(dtype, patch, METADATA), pixels, sizes, kept)
     keep_patches = torch.tensor([keep for rows, cols, keep in images for _ in range(rows * cols)])
     expected = library_bytes(pixels[keep_patches].contiguous(), [(1, r, c) for r, c, keep in images if keep])
     assert path.read_bytes() == expected
@@ -78,7 +79,7 @@ def test_bytes_are_the_librarys(
 def test_the_library_reads_it_back(tmp_path: Path) -> None:
     path = tmp_path / "cpu-00000.safetensors"
     pixels = torch.linspace(-1, 1, 6 * 3 * 4).view(6, 3, 2, 2)
-    write(path, ShardFormat("float32", 2, METADATA), pixels, [(2, 1), (2, 2)], [True, True])
+    write(path, shard_format("float32", 2, METADATA), pixels, [(2, 1), (2, 2)], [True, True])
     loaded = safetensors.torch.load_file(path)
     assert torch.equal(loaded["pixel_values"], pixels)
     assert loaded["grid_thws"].tolist() == [[1, 2, 1], [1, 2, 2]]
@@ -90,7 +91,7 @@ def test_the_library_reads_it_back(tmp_path: Path) -> None:
 def test_open_shard_reads_values_without_torch(dtype: str, tmp_path: Path) -> None:
     path = tmp_path / "cpu-00000.safetensors"
     pixels = torch.linspace(0, 200, 6 * 3 * 4).view(6, 3, 2, 2).to(torch_dtype(dtype))
-    write(path, ShardFormat(dtype, 2, METADATA), pixels, [(2, 1), (2, 2)], [True, True])
+    write(path, shard_format(dtype, 2, METADATA), pixels, [(2, 1), (2, 2)], [True, True])
     shard = open_shard(path)
     assert shard.metadata == METADATA
     assert np.array_equal(shard.floats("pixel_values", 1, 5), pixels[1:5].to(torch.float32).numpy())
@@ -99,7 +100,7 @@ def test_open_shard_reads_values_without_torch(dtype: str, tmp_path: Path) -> No
 
 def test_a_shard_whose_images_all_failed_is_an_empty_one(tmp_path: Path) -> None:
     path = tmp_path / "cpu-00000.safetensors"
-    write(path, ShardFormat("uint8", 2, METADATA), torch.zeros(4, 3, 2, 2, dtype=torch.uint8), [(2, 2)], [False])
+    write(path, shard_format("uint8", 2, METADATA), torch.zeros(4, 3, 2, 2, dtype=torch.uint8), [(2, 2)], [False])
     shard = open_shard(path)
     assert shard.tensors["pixel_values"].shape == (0, 3, 2, 2)
     assert shard.raw("pixel_values").shape == (0, 3, 2, 2)
@@ -110,14 +111,14 @@ def test_the_file_mode_follows_the_umask(tmp_path: Path) -> None:
     old = os.umask(0o027)
     try:
         path = tmp_path / "cpu-00000.safetensors"
-        write(path, ShardFormat("uint8", 2, METADATA), torch.zeros(4, 3, 2, 2, dtype=torch.uint8), [(2, 2)], [True])
+        write(path, shard_format("uint8", 2, METADATA), torch.zeros(4, 3, 2, 2, dtype=torch.uint8), [(2, 2)], [True])
     finally:
         os.umask(old)
     assert path.stat().st_mode & 0o777 == 0o640
 
 
 def test_a_full_disk_is_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    writer = ShardWriter(tmp_path / "cpu-00000.safetensors", ShardFormat("uint8", 2, METADATA), 1, 100)
+    writer = ShardWriter(tmp_path / "cpu-00000.safetensors", shard_format("uint8", 2, METADATA), 1, 100)
 
     def full(*args: Any) -> NoReturn:
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -135,12 +136,12 @@ def test_a_write_that_takes_less_than_it_is_given_goes_on(tmp_path: Path, monkey
     monkeypatch.setattr(os, "pwrite", lambda file, content, offset: pwrite(file, content[:5], offset))
     path = tmp_path / "cpu-00000.safetensors"
     pixels = torch.arange(72, dtype=torch.uint8).view(6, 3, 2, 2)
-    write(path, ShardFormat("uint8", 2, METADATA), pixels, [(1, 2), (2, 2)], [False, True])
+    write(path, shard_format("uint8", 2, METADATA), pixels, [(1, 2), (2, 2)], [False, True])
     assert path.read_bytes() == library_bytes(pixels[2:], [(1, 2, 2)])
 
 
 def test_an_aborted_shard_leaves_nothing(tmp_path: Path) -> None:
-    writer = ShardWriter(tmp_path / "cpu-00000.safetensors", ShardFormat("uint8", 2, METADATA), 1, 100)
+    writer = ShardWriter(tmp_path / "cpu-00000.safetensors", shard_format("uint8", 2, METADATA), 1, 100)
     put(writer, 0, bytes(12))
     writer.abort()
     assert os.listdir(tmp_path) == []
@@ -150,7 +151,7 @@ def test_a_move_larger_than_its_buffer_overlaps_safely(tmp_path: Path, monkeypat
     monkeypatch.setattr(shards, "_MOVED_AT_ONCE", 7)
     path = tmp_path / "cpu-00000.safetensors"
     pixels = torch.arange(240, dtype=torch.uint8).view(20, 3, 2, 2)
-    write(path, ShardFormat("uint8", 2, METADATA), pixels, [(1, 1), (19, 1)], [False, True])
+    write(path, shard_format("uint8", 2, METADATA), pixels, [(1, 1), (19, 1)], [False, True])
     assert path.read_bytes() == library_bytes(pixels[1:], [(1, 19, 1)])
 
 

@@ -13,32 +13,21 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from conftest import VERSIONS, commit, item, planned, recipe, stored, tree
+from conftest import VERSIONS, commit, item, planned, recipe, shard_format, stored, tree
 
 from kimik3_prep import disk
 from kimik3_prep.errors import InputError, ItemError, RunError
 from kimik3_prep.output import tables as store
-from kimik3_prep.output.folder import open_run
-from kimik3_prep.output.plan import PLAN_SCHEMA, split_shards
-from kimik3_prep.output.shard_file import METADATA_KEY, ShardFormat, ShardWriter
-from kimik3_prep.output.tables import (
-    FORMAT,
-    INDEX_SCHEMA,
-    Layout,
-    RunRecord,
-    index_table,
-    read_index,
-    read_plan,
-    read_run,
-    write_index,
-    write_plan,
-)
+from kimik3_prep.output.folder import Output, RunRecord
+from kimik3_prep.output.recipe import METADATA_KEY
+from kimik3_prep.output.shard_file import ShardWriter
+from kimik3_prep.output.tables import INDEX_SCHEMA, PLAN_SCHEMA, index_table, read_index, split_shards
 
 
 @pytest.fixture
-def layout(tmp_path: Path) -> Layout:
+def output(tmp_path: Path) -> Output:
     """An output folder that is not there yet."""
-    return Layout(tmp_path / "out")
+    return Output(tmp_path / "out")
 
 
 # --- schemas ------------------------------------------------------------------------------------------------------
@@ -81,20 +70,20 @@ def test_files_have_the_schemas_and_the_same_bytes_each_time(tmp_path: Path) -> 
     rows = [item(f"{i % 7}.png", 28 * (1 + i % 7), id=str(i), note=i) for i in range(40)] + [{"image": "gone"}]
     trees = []
     for name in ("one", "two"):
-        layout = Layout(tmp_path / name / "out")
+        output = Output(tmp_path / name / "out")
         plan = planned(tmp_path / name, rows, 50, fail=[40])
-        open_run(layout, recipe(), VERSIONS, overwrite=False)
-        write_plan(layout, plan)
+        output.begin(recipe(), VERSIONS, overwrite=False)
+        output.write_plan(plan)
         # In another order and cut into other pieces: neither may be seen in the bytes.
-        names, failed = commit(layout, plan if name == "one" else pa.concat_tables([plan.slice(0, 9), plan.slice(9)]))
-        write_index(layout, names, failed, {"format": FORMAT, "dtype": "float32"})
-        trees.append(tree(layout.root))
+        names, failed = commit(output, plan if name == "one" else pa.concat_tables([plan.slice(0, 9), plan.slice(9)]))
+        output.finish(names, failed, recipe())
+        trees.append(tree(output.root))
     assert trees[0] == trees[1]
-    assert pq.read_schema(layout.plan).equals(PLAN_SCHEMA, check_metadata=False)
-    for path in (layout.index, layout.shard_index(names[0])):
+    assert pq.read_schema(output.plan).equals(PLAN_SCHEMA, check_metadata=False)
+    for path in (output.index, output.shard_index(names[0])):
         assert pq.read_schema(path).equals(INDEX_SCHEMA, check_metadata=False)
-    assert json.loads(pq.read_schema(layout.index).metadata[METADATA_KEY.encode()])["dtype"] == "float32"
-    assert json.loads(pq.read_schema(layout.shard_index(names[0])).metadata[METADATA_KEY.encode()])["shard"] == names[0]
+    assert json.loads(pq.read_schema(output.index).metadata[METADATA_KEY.encode()])["dtype"] == "float32"
+    assert json.loads(pq.read_schema(output.shard_index(names[0])).metadata[METADATA_KEY.encode()])["shard"] == names[0]
 
 
 # --- the run record -----------------------------------------------------------------------------------------------
@@ -119,23 +108,23 @@ RECORD = RunRecord(recipe(), VERSIONS).document()
         (json.dumps({**RECORD, "facts": {**RECORD["facts"], "dtype": "uint8"}}), "changed by hand"),
     ],
 )
-def test_a_record_that_is_not_one_is_said_and_kept(layout: Layout, content: str, words: str) -> None:
-    layout.root.mkdir()
-    layout.run.write_bytes(content.encode("latin-1"))
+def test_a_record_that_is_not_one_is_said_and_kept(output: Output, content: str, words: str) -> None:
+    output.root.mkdir()
+    output.run.write_bytes(content.encode("latin-1"))
     for overwrite in (False, True):
         with pytest.raises(InputError, match=words):
-            open_run(layout, recipe(), VERSIONS, overwrite)
-    assert layout.run.read_bytes() == content.encode("latin-1")
+            output.begin(recipe(), VERSIONS, overwrite=overwrite)
+    assert output.run.read_bytes() == content.encode("latin-1")
 
 
-def test_a_folder_named_run_json_is_said(layout: Layout) -> None:
-    layout.run.mkdir(parents=True)
+def test_a_folder_named_run_json_is_said(output: Output) -> None:
+    output.run.mkdir(parents=True)
     with pytest.raises(InputError, match="cannot be read: Is a directory"):
-        read_run(layout)
+        output.record()
 
 
 def test_two_runs_never_write_one_shard(tmp_path: Path) -> None:
-    path, form = tmp_path / "cpu-00000.safetensors", ShardFormat("uint8", 2, {"format": 1})
+    path, form = tmp_path / "cpu-00000.safetensors", shard_format("uint8", 2, {"format": 1})
     first = ShardWriter(path, form, 1, 4)
     with pytest.raises(RunError, match=r"another run is writing .*cpu-00000"):
         ShardWriter(path, form, 1, 4)
@@ -151,7 +140,7 @@ def test_two_runs_never_write_one_shard(tmp_path: Path) -> None:
 def test_a_shard_that_was_committed_while_it_was_opened_is_not_truncated(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path, form = tmp_path / "cpu-00000.safetensors", ShardFormat("uint8", 2, {"format": 1})
+    path, form = tmp_path / "cpu-00000.safetensors", shard_format("uint8", 2, {"format": 1})
     first = ShardWriter(path, form, 1, 4)
     lock, began = disk.fcntl.flock, []
 
@@ -172,7 +161,7 @@ def test_a_file_system_without_locks_is_written_all_the_same(tmp_path: Path, mon
         raise OSError(errno.ENOLCK, "No locks available")
 
     monkeypatch.setattr(disk.fcntl, "flock", refuse)
-    ShardWriter(tmp_path / "cpu-00000.safetensors", ShardFormat("uint8", 2, {}), 0, 0).finish([])
+    ShardWriter(tmp_path / "cpu-00000.safetensors", shard_format("uint8", 2, {}), 0, 0).finish([])
     assert os.listdir(tmp_path) == ["cpu-00000.safetensors"]
 
 
@@ -180,30 +169,30 @@ def test_a_file_system_without_locks_is_written_all_the_same(tmp_path: Path, mon
 
 
 def test_a_plan_comes_back_in_pieces_of_bounded_size(
-    layout: Layout, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    output: Output, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(store, "_ROW_GROUP", 16)
     plan = planned(tmp_path / "set", [item(f"{i % 30}.png", id=str(i), tag="é") for i in range(50)])
-    write_plan(layout, plan)
-    parts = list(read_plan(layout))
+    output.write_plan(plan)
+    parts = list(output.read_plan())
     assert [part.num_rows for part in parts] == [16, 16, 16, 2]
     assert all(part.schema == PLAN_SCHEMA for part in parts)
     assert pa.concat_tables(parts).equals(plan)
 
 
 @pytest.mark.parametrize("content", [b"", b"PAR1", b"not parquet at all"])
-def test_a_plan_that_cannot_be_read_is_said(layout: Layout, content: bytes) -> None:
-    layout.root.mkdir()
-    layout.plan.write_bytes(content)
+def test_a_plan_that_cannot_be_read_is_said(output: Output, content: bytes) -> None:
+    output.root.mkdir()
+    output.plan.write_bytes(content)
     with pytest.raises(InputError, match=r"plan\.parquet: not a plan of kimik3-prep: .*--overwrite"):
-        list(read_plan(layout))
+        list(output.read_plan())
 
 
-def test_a_plan_with_other_columns_is_said(layout: Layout) -> None:
-    layout.root.mkdir()
-    pq.write_table(pa.table({"caption": ["a"]}), layout.plan)
+def test_a_plan_with_other_columns_is_said(output: Output) -> None:
+    output.root.mkdir()
+    pq.write_table(pa.table({"caption": ["a"]}), output.plan)
     with pytest.raises(InputError, match="not a plan of kimik3-prep"):
-        list(read_plan(layout))
+        list(output.read_plan())
 
 
 # --- indexes ------------------------------------------------------------------------------------------------------
@@ -257,47 +246,47 @@ def test_data_urls_are_shortened_and_alike_ones_stay_apart(tmp_path: Path) -> No
     assert images == [f"data:image/png;base64,sha256-{digest}" for digest in digests]
 
 
-def test_any_id_is_only_text(layout: Layout, tmp_path: Path) -> None:
+def test_any_id_is_only_text(output: Output, tmp_path: Path) -> None:
     ids = ["__metadata__", "pixel_values", "../../etc/passwd", "a/b", "\x00\x1b[2J", "🐈\n", "x" * 100_000, "NULL"]
     plan = planned(tmp_path / "set", [item(f"{i}.png", id=name) for i, name in enumerate(ids)])
-    names, failed = commit(layout, plan)
-    write_index(layout, names, failed, {})
-    assert read_index(layout.index)["id"].to_pylist() == ids
-    assert sorted(tree(layout.root)) == ["index.parquet", "shards", "shards/cpu-00000.parquet"]
+    names, failed = commit(output, plan)
+    output.finish(names, failed, recipe())
+    assert output.read_index()["id"].to_pylist() == ids
+    assert sorted(tree(output.root)) == ["index.parquet", "shards/cpu-00000.parquet"]
 
 
-def test_the_index_commits_a_shard_and_only_beside_it(layout: Layout, tmp_path: Path) -> None:
+def test_the_index_commits_a_shard_and_only_beside_it(output: Output, tmp_path: Path) -> None:
     plan = planned(tmp_path / "set", [item("a.png")])
-    assert not layout.committed("cpu-00000")
-    assert layout.committed_shards() == []
-    layout.shards.mkdir(parents=True)
-    layout.shard("cpu-00000").touch()
-    assert not layout.committed("cpu-00000")
-    commit(layout, plan)
-    assert layout.committed("cpu-00000")
-    (layout.shards / "model.safetensors").touch()
-    (layout.shards / "model.parquet").touch()
-    assert layout.committed_shards() == [layout.shard("cpu-00000")]
-    layout.shard("cpu-00000").unlink()  # an index alone does not make a shard
-    assert not layout.committed("cpu-00000")
+    assert not output.committed("cpu-00000")
+    assert output.committed_shards() == []
+    output.shards.mkdir(parents=True)
+    output.shard("cpu-00000").touch()
+    assert not output.committed("cpu-00000")
+    commit(output, plan)
+    assert output.committed("cpu-00000")
+    (output.shards / "model.safetensors").touch()
+    (output.shards / "model.parquet").touch()
+    assert output.committed_shards() == ["cpu-00000"]
+    output.shard("cpu-00000").unlink()  # an index alone does not make a shard
+    assert not output.committed("cpu-00000")
 
 
 def test_an_index_that_could_not_be_written_commits_nothing(
-    layout: Layout, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    output: Output, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(path: Path) -> None:
         raise OSError(28, "No space left on device")
 
-    layout.shards.mkdir(parents=True)
-    layout.shard("cpu-00000").touch()
+    output.shards.mkdir(parents=True)
+    output.shard("cpu-00000").touch()
     monkeypatch.setattr(disk, "sync", fail)
     with pytest.raises(RunError, match="No space left on device"):
-        commit(layout, planned(tmp_path / "set", [item("a.png")]))
-    assert not layout.committed("cpu-00000")
-    assert os.listdir(layout.shards) == ["cpu-00000.safetensors"]
+        commit(output, planned(tmp_path / "set", [item("a.png")]))
+    assert not output.committed("cpu-00000")
+    assert os.listdir(output.shards) == ["cpu-00000.safetensors"]
 
 
-def test_the_index_is_in_manifest_order_over_groups_shards_and_failures(layout: Layout, tmp_path: Path) -> None:
+def test_the_index_is_in_manifest_order_over_groups_shards_and_failures(output: Output, tmp_path: Path) -> None:
     random = np.random.default_rng(0)
     rows: list[dict[str, Any]] = []
     for i in range(200):
@@ -307,52 +296,52 @@ def test_the_index_is_in_manifest_order_over_groups_shards_and_failures(layout: 
         else:
             rows.append(item(f"{i % 90}.png", id=str(i), backend=["cpu", "gpu"][kind % 2]))
     plan = planned(tmp_path / "set", rows, 40, fail=range(0, 200, 7))
-    names, failed = commit(layout, plan)
+    names, failed = commit(output, plan)
     assert {name.partition("-")[0] for name in names} == {"cpu", "gpu", "local"}
-    write_index(layout, reversed(names), failed, {})
-    index = read_index(layout.index)
+    output.finish(reversed(names), failed, recipe())
+    index = output.read_index()
     assert index["item"].to_pylist() == list(range(200))
     assert index["line"].to_pylist() == list(range(1, 201))
     assert index["id"].to_pylist() == [row["id"] for row in rows]
     assert {row["backend"] for row in index.to_pylist() if row["path"] == "local"} == {None}
 
 
-def test_an_index_of_failures_alone_and_of_nothing(layout: Layout, tmp_path: Path) -> None:
+def test_an_index_of_failures_alone_and_of_nothing(output: Output, tmp_path: Path) -> None:
     plan = planned(tmp_path / "set", [item("a.png"), item("b.png")], fail=[0, 1])
-    names, failed = commit(layout, plan)
+    names, failed = commit(output, plan)
     assert names == []
-    write_index(layout, names, failed, {})
-    assert read_index(layout.index)["status"].to_pylist() == ["failed", "failed"]
-    write_index(layout, [], [], {})
-    assert read_index(layout.index).num_rows == 0
+    output.finish(names, failed, recipe())
+    assert output.read_index()["status"].to_pylist() == ["failed", "failed"]
+    output.finish([], [], recipe())
+    assert output.read_index().num_rows == 0
 
 
 def test_merging_many_shards_takes_memory_for_their_rows_only(
-    layout: Layout, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    output: Output, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(store, "_ROW_GROUP", 1000)
     monkeypatch.setattr(disk, "sync", lambda path: None)
     rows = [item(f"{i}.png", id=str(i), backend=["cpu", "gpu"][i % 2], text="x" * 500) for i in range(6000)]
-    names, failed = commit(layout, planned(tmp_path / "set", rows, 80))
+    names, failed = commit(output, planned(tmp_path / "set", rows, 80))
     assert len(names) == 300
-    size = sum(read_index(layout.shard_index(name)).nbytes for name in names)
+    size = sum(output.read_shard_index(name).nbytes for name in names)
     default = pa.default_memory_pool()
     pool = pa.proxy_memory_pool(default)
     pa.set_memory_pool(pool)
     try:
-        write_index(layout, names, failed, {})
+        output.finish(names, failed, recipe())
     finally:
         pa.set_memory_pool(default)
     assert 0 < pool.max_memory() < 4 * size
-    with pq.ParquetFile(layout.index) as file:
+    with pq.ParquetFile(output.index) as file:
         assert [file.metadata.row_group(n).num_rows for n in range(file.num_row_groups)] == [1000] * 6
         assert file.read(["item"])["item"].to_pylist() == list(range(6000))
 
 
-def test_columns_of_an_index(layout: Layout, tmp_path: Path) -> None:
-    names, failed = commit(layout, planned(tmp_path / "set", [item("a.png")]))
-    write_index(layout, names, failed, {})
-    assert read_index(layout.index, ["status", "id"]).column_names == ["status", "id"]
+def test_columns_of_an_index(output: Output, tmp_path: Path) -> None:
+    names, failed = commit(output, planned(tmp_path / "set", [item("a.png")]))
+    output.finish(names, failed, recipe())
+    assert output.read_index(["status", "id"]).column_names == ["status", "id"]
 
 
 @pytest.mark.parametrize(

@@ -8,17 +8,17 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pytest
-from conftest import write_manifest
+from conftest import recipe, write_manifest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kimik3_prep.checkpoint.grid import GridRule
 from kimik3_prep.errors import ItemError
 from kimik3_prep.manifest.read import read_manifest
-from kimik3_prep.output.plan import PLAN_SCHEMA, make_plan, split_shards
-from kimik3_prep.output.spans import Headers, find_spans
-from kimik3_prep.output.tables import Layout, Outcome, Stored, index_table, write_index, write_shard_index
+from kimik3_prep.output.folder import Output
+from kimik3_prep.output.tables import PLAN_SCHEMA, Outcome, Stored, index_table, split_shards
 from kimik3_prep.output.totals import PlanSummary, RunSummary, summarize, summarize_plan
+from kimik3_prep.run.planning import Headers, find_spans, make_plan
 
 
 def planned(folder: Path, rows: list[dict[str, Any]], shard_patches: int = 1000, tokens: int | None = None) -> pa.Table:
@@ -39,7 +39,7 @@ def item(image: str, width: int = 28, height: int = 28, **more: Any) -> dict[str
 
 def run(folder: Path, plan: pa.Table, fail: dict[str, set[int]] | None = None) -> RunSummary:
     """Write the indexes of a plan, with the rows in `fail` failed by shard, and sum them up."""
-    layout = Layout(folder / "out")
+    output = Output(folder / "out")
     names: list[str] = []
     lost: list[pa.Table] = []
     for name, rows in split_shards(iter([plan])):
@@ -52,11 +52,11 @@ def run(folder: Path, plan: pa.Table, fail: dict[str, set[int]] | None = None) -
             row: Stored(place, 0, "RGB", "PNG", None, None, "") for place, row in enumerate(kept)
         }
         outcomes |= {row: ItemError("corrupt", f"row {row}") for row in bad}
-        write_shard_index(layout, name, index_table(rows, outcomes), {})
-        layout.shard(name).write_bytes(bytes(1000))
+        output.commit(name, index_table(rows, outcomes), recipe())
+        output.shard(name).write_bytes(bytes(1000))
         names.append(name)
-    write_index(layout, names, lost, {})
-    return summarize(layout, skipped=1)
+    output.finish(names, lost, recipe())
+    return summarize(output, skipped=1)
 
 
 def test_totals_of_a_plan_and_of_its_run(tmp_path: Path) -> None:
@@ -130,7 +130,7 @@ def test_only_files_of_the_run_are_counted(tmp_path: Path) -> None:
     run(tmp_path, plan)
     for name in ("model.safetensors", "cpu-00007.safetensors", "cpu-00000.safetensors.tmp"):
         (tmp_path / "out" / "shards" / name).write_bytes(bytes(5))
-    summary = summarize(Layout(tmp_path / "out"))
+    summary = summarize(Output(tmp_path / "out"))
     assert (summary.shards, summary.size, summary.skipped) == (1, 1000, 0)
 
 

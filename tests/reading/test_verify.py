@@ -246,7 +246,7 @@ def test_images_that_changed_or_went_away(whole: Path, tmp_path: Path) -> None:
     shutil.copy(moved / "2.png", moved / "3.png")
     gone, other = again(moved / "out", moved / "m.jsonl").problems
     assert (gone.item, gone.todo) == ("n0", "restore the image")
-    assert "cannot compute it: not_found" in gone.what
+    assert "the image cannot be computed again: not_found" in gone.what
     assert (other.item, other.what.startswith("the image is another one now (sha256:")) == ("n3", True)
 
 
@@ -279,8 +279,8 @@ from transformers import BatchFeature
 from transformers.image_processing_utils import BaseImageProcessor
 
 class StandIn(BaseImageProcessor):
-    """Enough for opaque pictures that need no resize. `wrong` moves one value."""
-    def __init__(self, wrong=False, **more):
+    """Enough for opaque pictures that need no resize. `wrong`: one value, the grid, or everything."""
+    def __init__(self, wrong="", **more):
         super().__init__(**more)
         self.wrong = wrong
 
@@ -296,14 +296,26 @@ class StandIn(BaseImageProcessor):
             pixels.append(patches)
             grids.append([1, h // 14, w // 14])
         out = np.ascontiguousarray(np.concatenate(pixels))
-        if self.wrong:
+        if self.wrong == "everything":
+            raise OverflowError("too much for it")
+        if self.wrong == "grid":
+            grids[0].reverse()
+        if self.wrong == "value":
             out[0, 0, 0, 0] = out[0, 0, 0, 1] + 0.0 if out[0, 0, 0, 0] != out[0, 0, 0, 1] else -out[0, 0, 0, 0] or 1.0
         return BatchFeature({"pixel_values": torch.from_numpy(out), "grid_thws": torch.tensor(grids)})
 '''
 
 
-@pytest.mark.parametrize("wrong", [False, True])
-def test_against_the_processor_of_a_checkpoint(tmp_path: Path, wrong: bool, run: Run) -> None:
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ("", ""),
+        ("value", "gives other bytes"),
+        ("grid", "gives the grid [8, 8, 1], stored is [1, 8, 8]"),
+        ("everything", "fails: OverflowError: too much for it"),
+    ],
+)
+def test_against_the_processor_of_a_checkpoint(tmp_path: Path, wrong: str, words: str, run: Run) -> None:
     folder = tmp_path / "checkpoint"
     folder.mkdir()
     (folder / "stand_in.py").write_text(PROCESSOR)
@@ -315,10 +327,11 @@ def test_against_the_processor_of_a_checkpoint(tmp_path: Path, wrong: bool, run:
     home = {"HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "1"}
     options = ["--processor", folder, "--trust-remote-code", "--manifest", manifest]
     done = run("verify", tmp_path / "out", *options, env=home)
-    assert done.returncode == int(wrong), done.stderr
-    assert ("the checkpoint's processor gives other bytes; its versions are the run's own: " in done.stdout) is wrong
-    assert ("nothing is damaged" in done.stdout) is wrong
+    assert done.returncode == (1 if wrong else 0), done.stderr
+    said = f"the checkpoint's processor {words}; its versions are the run's own: "
+    assert ("nothing is damaged" in done.stdout, said in done.stdout) == (bool(wrong), bool(wrong)), done.stdout
     assert "out of the folder" not in done.stdout
+    assert "restore" not in done.stdout
 
 
 @pytest.mark.parametrize("code", [None, "raise RuntimeError('no')", "class StandIn: pass", "def (:"])

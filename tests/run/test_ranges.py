@@ -19,8 +19,7 @@ from kimik3_prep.disk import claim, hold
 from kimik3_prep.errors import InputError, PlanMismatch, RunError
 from kimik3_prep.output.totals import RangeSummary, RunSummary
 from kimik3_prep.run.check import Settings
-from kimik3_prep.run.prepare import prepare
-from kimik3_prep.run.ranges import finish, parse_range, prepare_range
+from kimik3_prep.run.prepare import finish, prepare, prepare_range
 
 ENCODE = ["encode", "m.jsonl", "--config", "kimi-k3", "--backend", "cpu", "--dtype", "uint8", "--shard-size", "120kB"]
 OF_TWO = [*ENCODE, "-o", "out", "--shard-range"]
@@ -51,23 +50,6 @@ def whole(manifest: Path) -> tuple[dict[str, str], RunSummary]:
 
 def fill_range(manifest: Path, number: int, count: int, **more: Any) -> RangeSummary:
     return prepare_range(settings(manifest, "out", shard_range=(number, count), **more), Silent())
-
-
-@pytest.mark.parametrize(
-    ("text", "range_"),
-    [("1/1", (1, 1)), ("2/8", (2, 8)), (" 8 / 8 ", (8, 8)), ("3 of 4", (3, 4)), ("007/010", (7, 10))],
-)
-def test_ranges_as_people_write_them(text: str, range_: tuple[int, int]) -> None:
-    assert parse_range(text) == range_
-
-
-@pytest.mark.parametrize(
-    "text", ["", "3", "0/8", "9/8", "-1/8", "1/0", "0/0", "1/8/2", "a/b", "1,8", "1.5/8", "\u0661/\u0662"]
-)
-def test_what_is_no_range(text: str) -> None:
-    with pytest.raises(InputError, match="as 1/8 to 8/8") as caught:
-        parse_range(text)
-    assert ("the first is 1/8, the last 8/8" in str(caught.value)) == (text in ("0/8", "9/8"))
 
 
 def test_bad_ranges_are_usage_errors(pictures: Path, run: Run, tmp_path: Path) -> None:

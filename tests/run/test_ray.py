@@ -24,7 +24,7 @@ import pytest
 from conftest import BINARY, Run, Silent, local_row, picture, slow_jpeg, tree, write_manifest
 
 from kimik3_prep.errors import InputError, RunError, TooManyFailures
-from kimik3_prep.output.tables import Layout
+from kimik3_prep.output.folder import Output
 from kimik3_prep.run import fill
 from kimik3_prep.run import ray as ray_engine
 from kimik3_prep.run.check import Settings
@@ -293,8 +293,8 @@ def test_a_fault_in_a_worker_is_a_sentence(ray: Any, sources: Path) -> None:
 
 def test_a_job_for_another_process_carries_what_it_needs_and_no_more(sources: Path, tmp_path: Path) -> None:
     job = jobs_of(sources, "out")[0]
-    away = _portable(replace(job, layout=Layout(Path("out")), base="set", device="cuda:3"))
-    assert (away.layout.root, away.base, away.device) == (Path.cwd() / "out", str(Path.cwd() / "set"), "cuda")
+    away = _portable(replace(job, output=Output(Path("out")), base="set", device="cuda:3"))
+    assert (away.output.root, away.base, away.device) == (Path.cwd() / "out", str(Path.cwd() / "set"), "cuda")
     assert away.rows.equals(job.rows)
     assert len(pickle.dumps(away.rows)) < len(pickle.dumps(job.rows))
     assert _portable(job).device == "cpu"

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from kimik3_prep.checkpoint.config import Diagnosis, Setting
 from kimik3_prep.checkpoint.levels import DTYPES
-from kimik3_prep.errors import InputError, Problem, RunError
+from kimik3_prep.errors import InputError, Problem, RunError, TooManyFailures
 from kimik3_prep.manifest.report import PassedOver
 from kimik3_prep.manifest.write import Gathered
 from kimik3_prep.output.totals import Bin, Failure, PlanSummary, RunSummary
@@ -98,9 +98,10 @@ def test_the_first_fifty_problems_are_shown_and_all_counted(capsys: Capture) -> 
     )
 
 
-def test_other_errors_are_a_sentence(capsys: Capture) -> None:
-    answers.print_error(answers.report_error(RunError("disk full")))
-    assert capsys.readouterr().err == "error: disk full\n"
+@pytest.mark.parametrize("error", [RunError("disk full"), TooManyFailures(3, 2)])
+def test_other_errors_are_a_sentence(error: RunError, capsys: Capture) -> None:
+    answers.print_error(answers.report_error(error))
+    assert " ".join(capsys.readouterr().err.split()) == f"error: {error}"
 
 
 def test_a_fault_says_where_and_shows_its_traceback_when_asked(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 
 import pytest
 
@@ -24,16 +25,16 @@ def test_lines_where_there_is_no_terminal(capsys: Capture, monkeypatch: pytest.M
     with ProgressReporter(show=True) as reporter:
         reporter.phase("headers", 2)
         now[0] += 1
-        reporter.advance(2, 3_000_000, 0, 0)
+        reporter.advance(2, 3_000_000, 0, 1)
         reporter.phase("images", 4000)
         for _ in range(4):
             now[0] += 2.5
             reporter.advance(100, 1_000_000, 3 << 20, 1)
     assert capsys.readouterr().err.splitlines() == [
-        "headers: 2 of 2 (100 %), 3.0 megapixels/s",
-        "images: 200 of 4,000 (5 %), 0.4 megapixels/s, 6.0 MiB, 2 failed, about 0:01:35 left",
-        "images: 400 of 4,000 (10 %), 0.4 megapixels/s, 12.0 MiB, 4 failed, about 0:01:30 left",
-        "images: 400 of 4,000 (10 %), 0.4 megapixels/s, 12.0 MiB, 4 failed, about 0:01:30 left",
+        "headers: 2 of 2 (100 %), 2 images/s, 1 failed",
+        "images: 200 of 4,000 (5 %), 0.4 megapixels/s, 6.0 MiB, 3 failed, about 0:01:35 left",
+        "images: 400 of 4,000 (10 %), 0.4 megapixels/s, 12.0 MiB, 5 failed, about 0:01:30 left",
+        "images: 400 of 4,000 (10 %), 0.4 megapixels/s, 12.0 MiB, 5 failed, about 0:01:30 left",
     ]
 
 
@@ -88,3 +89,23 @@ def test_a_bar_on_a_terminal_and_only_there(monkeypatch: pytest.MonkeyPatch, cap
     assert "━" in stream.getvalue()
     assert "2/2" in stream.getvalue()
     assert "1 failed" in stream.getvalue()
+
+
+@pytest.mark.parametrize(("columns", "bar", "note"), [(40, False, False), (80, True, False), (120, True, True)])
+def test_count_share_and_time_left_fit_everywhere(
+    columns: int, bar: bool, note: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stream = Terminal()
+    monkeypatch.setattr("sys.stderr", stream)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", str(columns))
+    with ProgressReporter(show=True) as reporter:
+        reporter.phase("images", 1_000_000)
+        for _ in range(5):
+            reporter.advance(50_000, 50_000_000, 1 << 30, 1)
+    shown = stream.getvalue()
+    assert "250000/1000000" in shown
+    assert "25 %" in shown
+    assert re.search(r"\d\d:\d\d|--:--", shown)
+    assert ("━" in shown, "megapixels/s" in shown) == (bar, note)
+    assert "…" not in shown

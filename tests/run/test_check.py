@@ -1,4 +1,4 @@
-"""devices.py: which device runs, decided before any work."""
+"""check.py: what options mean, and which device runs, decided before any work."""
 
 from __future__ import annotations
 
@@ -9,7 +9,44 @@ import torch
 
 from kimik3_prep.errors import InputError
 from kimik3_prep.pixels import device as pixels_device
-from kimik3_prep.run.devices import auto_backend, find_devices
+from kimik3_prep.run.check import auto_backend, find_devices, parse_range, parse_size
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        *[("1", 1), ("200MB", 200_000_000), ("2GiB", 2 << 30), ("512 mib", 512 << 20), ("1.5K", 1536)],
+        *[("10b", 10), ("1tb", 10**12), (" 3M ", 3 << 20)],
+    ],
+)
+def test_sizes(text: str, size: int) -> None:
+    assert parse_size(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "0", "MB", "-1", "1XB", "1.2.3", "1 2", "inf", "nan", "1e400"])
+def test_what_is_no_size(text: str) -> None:
+    with pytest.raises(InputError, match="--shard-size"):
+        parse_size(text, "--shard-size")
+
+
+@pytest.mark.parametrize(
+    ("text", "range_"),
+    [("1/1", (1, 1)), ("2/8", (2, 8)), (" 8 / 8 ", (8, 8)), ("3 of 4", (3, 4)), ("007/010", (7, 10))],
+)
+def test_ranges_as_people_write_them(text: str, range_: tuple[int, int]) -> None:
+    assert parse_range(text) == range_
+
+
+@pytest.mark.parametrize(
+    "text", ["", "3", "0/8", "9/8", "-1/8", "1/0", "0/0", "1/8/2", "a/b", "1,8", "1.5/8", "\u0661/\u0662"]
+)
+def test_what_is_no_range(text: str) -> None:
+    with pytest.raises(InputError, match="as 1/8 to 8/8") as caught:
+        parse_range(text)
+    assert ("the first is 1/8, the last 8/8" in str(caught.value)) == (text in ("0/8", "9/8"))
+
+
+# --- devices --------------------------------------------------------------------------------------------------------
 
 
 def pretend_cuda(monkeypatch: pytest.MonkeyPatch, devices: int, built: bool = True) -> None:
