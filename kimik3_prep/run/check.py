@@ -178,7 +178,7 @@ def _recipe(
 
 def _was_planned(settings: Settings) -> bool:
     """Whether a run began before: then its images were there, and some of its work may be done."""
-    return settings.store is not None or (settings.output / "plan.parquet").is_file()
+    return scheme(str(settings.output)) is not None or (Path(settings.output) / "plan.parquet").is_file()
 
 
 def _odd_settings(settings: Settings) -> Iterator[Problem]:
