@@ -20,6 +20,7 @@ import os
 import re
 import shutil
 import socket
+import stat
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -86,6 +87,13 @@ def sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def regular(path: Path) -> Path:
+    """Return the path of a regular file. Raises OSError for anything else: who opens a named pipe waits for ever."""
+    if not stat.S_ISREG(path.stat().st_mode):
+        raise OSError(errno.EINVAL, "it is no regular file")
+    return path
 
 
 # --- one process at a time ----------------------------------------------------------------------------------------

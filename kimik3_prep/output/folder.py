@@ -33,6 +33,7 @@ from kimik3_prep.disk import (
     locks,
     only_range,
     only_run,
+    regular,
     remove_unheld,
     sync,
     write_whole,
@@ -383,7 +384,7 @@ def read_record(path: Path) -> RunRecord | None:
     """Return the run record in a file, or None where there is none. Raises InputError for one that is not ours."""
     where, expected, hint = str(path), "the run.json that `kimik3-prep encode` wrote", "choose another --output"
     try:
-        document = strict_json.parse(path.read_bytes(), where)
+        document = strict_json.parse(regular(path).read_bytes(), where)
     except (FileNotFoundError, NotADirectoryError):
         return None
     except OSError as error:

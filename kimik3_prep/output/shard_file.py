@@ -15,8 +15,9 @@ from typing import Any
 
 import numpy as np
 
+from kimik3_prep import strict_json
 from kimik3_prep.checkpoint.levels import DTYPES, DType
-from kimik3_prep.disk import create, disk_errors, sync
+from kimik3_prep.disk import create, disk_errors, regular, sync
 from kimik3_prep.errors import InputError, Problem, ShardInUse
 from kimik3_prep.output.recipe import FORMAT, METADATA_KEY, Recipe, canonical_json, odd_metadata
 
@@ -191,13 +192,13 @@ def open_shard(path: Path) -> Shard:
     import safetensors
 
     try:
-        with safetensors.safe_open(path, framework="numpy") as file:
+        with safetensors.safe_open(regular(path), framework="numpy") as file:
             text = (file.metadata() or {}).get(METADATA_KEY)
         with open(path, "rb") as raw:
             length = int.from_bytes(raw.read(8), "little")
             header = json.loads(raw.read(length))
-        metadata: Any = None if text is None else json.loads(text)
-    except (OSError, ValueError, RecursionError, safetensors.SafetensorError) as error:
+        metadata: Any = None if text is None else strict_json.parse(text.encode(), "its metadata")
+    except (OSError, ValueError, RecursionError, safetensors.SafetensorError, strict_json.JsonProblem) as error:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
         raise _no_shard(path, reason) from error
     tensors = {
@@ -221,8 +222,11 @@ def _unlike_ours(metadata: Any, tensors: Mapping[str, Tensor]) -> str:
     if reason := odd_metadata(metadata):
         return reason
     pixels, grids = tensors["pixel_values"], tensors["grid_thws"]
-    if pixels.dtype not in _BY_SAFETENSORS or len(pixels.shape) != 4 or pixels.shape[1] != 3:
+    square = len(pixels.shape) == 4 and pixels.shape[2] == pixels.shape[3]
+    if pixels.dtype not in _BY_SAFETENSORS or not square or pixels.shape[1] != 3:
         return f"pixel_values is {pixels.dtype} {list(pixels.shape)}, not [patches, 3, p, p]"
+    if metadata.get("patch_size", pixels.shape[2]) != pixels.shape[2]:
+        return f"pixel_values is {list(pixels.shape)}, its metadata says patches of {metadata['patch_size']} pixels"
     if grids.dtype != "I64" or grids.shape[1:] != (3,):
         return f"grid_thws is {grids.dtype} {list(grids.shape)}, not I64 [images, 3]"
     return ""

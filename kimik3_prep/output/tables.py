@@ -20,6 +20,7 @@ import pyarrow.compute as pc
 from pyarrow import parquet
 
 from kimik3_prep import strict_json
+from kimik3_prep.disk import regular
 from kimik3_prep.errors import InputError, ItemError, Problem
 from kimik3_prep.manifest.read import ITEM_SCHEMA
 from kimik3_prep.manifest.row import short_image
@@ -198,7 +199,7 @@ def write_plan(table: pa.Table, file: BinaryIO) -> None:
 def read_plan(path: Path) -> Iterator[pa.Table]:
     """Yield a plan, one row group at a time. Raises InputError for a file that is not one."""
     try:
-        with parquet.ParquetFile(path, memory_map=False) as file:
+        with parquet.ParquetFile(regular(path), memory_map=False) as file:
             for group in range(file.num_row_groups):
                 table = file.read_row_group(group).cast(PLAN_SCHEMA)
                 table.validate(full=True)  # a text that is not UTF-8 breaks readers far from here
@@ -221,7 +222,7 @@ def read_index(path: Path, columns: Sequence[str] | None = None) -> pa.Table:
     """
     wanted = INDEX_SCHEMA.names if columns is None else list(columns)
     try:
-        with parquet.ParquetFile(path, memory_map=False) as file:
+        with parquet.ParquetFile(regular(path), memory_map=False) as file:
             reason = _unlike_an_index(file, wanted)
             if not reason:
                 table = file.read(None if columns is None else wanted)

@@ -12,7 +12,7 @@ from conftest import cfg_and_config, recipe
 
 from kimik3_prep.checkpoint.grid import GridRule
 from kimik3_prep.errors import InputError
-from kimik3_prep.output.recipe import Recipe, canonical_json, fingerprint
+from kimik3_prep.output.recipe import Recipe, canonical_json, fingerprint, odd_metadata
 
 FACTS = recipe().facts()
 
@@ -148,3 +148,22 @@ def test_what_follows_from_a_recipe() -> None:
     assert [recipe(dtype=dtype).patch_bytes for dtype in ("float32", "bfloat16", "uint8")] == [2352, 1176, 588]
     assert recipe().rule() == GridRule(14, 2, 65536, 512)
     assert recipe().rule(100) == GridRule(14, 2, 100, 512)
+
+
+@pytest.mark.parametrize(
+    ("odd", "words"),
+    [
+        ({"merge_size": 0}, "its merge_size is 0, not a whole number from 1"),
+        ({"merge_size": -1}, "its merge_size is -1"),
+        ({"patch_size": "14"}, 'its patch_size is "14"'),
+        (
+            {"image_mean": [0.5] * 5},
+            "its image_mean is [0.5, 0.5, 0.5, 0.5, 0.5], not three",
+        ),
+        ({"image_std": [0.5, 0.5, 0]}, "its image_std is"),
+        ({"dtype": "float8"}, 'its dtype is "float8", not one of'),
+    ],
+)
+def test_odd_metadata_is_said(odd: dict[str, Any], words: str) -> None:
+    assert odd_metadata(recipe().metadata("cpu", "cpu-00000")) == odd_metadata({}) == ""
+    assert odd_metadata(odd).startswith(words)

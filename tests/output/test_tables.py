@@ -119,7 +119,7 @@ def test_a_record_that_is_not_one_is_said_and_kept(output: Output, content: str,
 
 def test_a_folder_named_run_json_is_said(output: Output) -> None:
     output.run.mkdir(parents=True)
-    with pytest.raises(InputError, match="cannot be read: Is a directory"):
+    with pytest.raises(InputError, match="cannot be read: it is no regular file"):
         output.record()
 
 

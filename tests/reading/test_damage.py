@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import shutil
 from pathlib import Path
@@ -49,6 +50,18 @@ def named(root: Path, damaged: str) -> bool:
     intact = [finding for finding in findings if finding.file != damaged]
     assert all("one of the two files is damaged" in finding.what for finding in intact), (damaged, intact)
     return bool(findings)
+
+
+@pytest.mark.parametrize(
+    "name", ["run.json", "plan.parquet", "shards/cpu-00000.parquet", "shards/cpu-00000.safetensors", "index.parquet"]
+)
+def test_nobody_waits_for_a_pipe(whole: Path, tmp_path: Path, name: str) -> None:
+    root = Path(shutil.copytree(whole, tmp_path / "out"))
+    (root / name).unlink()
+    os.mkfifo(root / name)
+    assert named(root, name)
+    refused = isinstance(everything(root), str)
+    assert refused == (name in ("shards/cpu-00000.safetensors", "index.parquet"))
 
 
 @pytest.mark.parametrize(
