@@ -1,11 +1,15 @@
-"""Encoding speed beside its limit and its alternatives, measured in one run. Every figure is a median of --runs.
+"""Encoding beside its limit and its alternatives, on pictures of three sizes, all in one run.
 
-    decode alone        Pillow decodes the files on as many threads and throws the pixels away: nothing can be quicker
-    plain loop          the checkpoint's own steps, one image after the other, result thrown away
-    DataLoader          the same steps in a torch DataLoader with as many worker processes
-    encode              the real command, from manifest to committed shards, start-up subtracted
+    speed     decoding alone, two DataLoaders, and the real command in every storage type with 1 and with 2 workers
+    headers   headers a second, for the plan
+    start     commands that have next to nothing to do
+    growth    milliseconds an image as the manifest grows to 100,000 rows
+    reading   items a second out of finished folders, as they are stored and normalised
 
-Output goes to a folder in memory, then (float32 and uint8) to one on disk, beside what the disk takes by itself.
+Each thing is measured once a round, so that a machine that slows down slows all of them, and the first round does not
+count. A figure is the median of the rounds; its lowest and highest stand behind it. The seconds that a command, a pool
+or a DataLoader takes to start are left out. `of limit` is the share of the speed of decoding alone on as many processes
+as there are workers, which no encoder can exceed.
 """
 
 from __future__ import annotations
@@ -15,197 +19,428 @@ import io
 import json
 import os
 import platform
-import resource
 import shutil
+import signal
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from datetime import date
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from PIL import Image
 
-BINARY = Path(sys.executable).with_name("kimik3-prep")
-DTYPES = ("uint8", "bfloat16", "float16", "float32")
+STORAGE = ("uint8", "bfloat16", "float16", "float32")
+WORKERS = 2
+CONFIG = ("--config", "kimi-k3")
 
 
-# --- pictures -----------------------------------------------------------------------------------------------------
+# --- pictures -------------------------------------------------------------------------------------------------------
 
 
-def draw(folder: Path, count: int, quality: int = 95) -> list[Path]:
-    """Photo-like JPEGs of a few megapixels: smooth areas, edges, and fine grain.
+@dataclass(frozen=True)
+class PictureSet:
+    """Pictures of one size."""
 
-    At quality 95 and above with full colour resolution, about four bits a pixel, as camera files have; below with half
-    of it, as on the web, which decodes half as fast again.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    paths = []
-    for number in range(count):
-        random = np.random.default_rng(number)
-        width, height = [(2048, 1536), (1920, 1280), (2600, 1730), (1536, 2048)][number % 4]
-        picture = np.zeros((height, width, 3), np.float32)
-        for cells, weight in ((5, 120), (24, 70), (120, 40), (500, 18)):
-            noise = random.random((max(2, cells * height // width), cells, 3), dtype=np.float32)
-            layer = [Image.fromarray(noise[..., c]).resize((width, height), Image.Resampling.BICUBIC) for c in range(3)]
-            picture += weight * np.stack([np.asarray(band) for band in layer], -1)
-        picture += random.normal(0, 3, picture.shape).astype(np.float32)
-        picture += random.normal(0, 5, (height, width, 1)).astype(np.float32)  # grain, mostly in brightness
-        path = folder / f"{number:04d}.jpg"
-        Image.fromarray(picture.clip(0, 255).astype(np.uint8)).save(
-            path, quality=quality, subsampling=0 if quality >= 95 else 2
-        )
-        paths.append(path)
-    return paths
+    name: str
+    width: int
+    height: int
+    files: int
+    """Different pictures."""
+    rows: int
+    """Manifest rows: every picture several times, so that start-up is small beside the work."""
+    subsampling: int
+    """Of colour, as Pillow numbers it: 0 is none, as in camera files; 2 is 4:2:0, as on the web."""
+
+    def draw(self, folder: Path) -> list[Path]:
+        """Draw the pictures: smooth areas, edges and fine grain, as JPEG of about four bits a pixel."""
+        folder.mkdir(parents=True)
+        paths = []
+        for number in range(self.files):
+            image = Image.fromarray(_photograph(self.width, self.height, number))
+            path = folder / f"{number:04d}.jpg"
+            for quality in range(88, 100):
+                image.save(path, quality=quality, subsampling=self.subsampling)
+                if path.stat().st_size * 8 >= 4 * self.width * self.height:
+                    break
+            paths.append(path)
+        return paths
 
 
-def megapixels(paths: list[Path]) -> float:
-    """Pixels of all files, in millions."""
-    total = 0
-    for path in paths:
+SETS = (
+    PictureSet("224x168", 224, 168, files=200, rows=8000, subsampling=2),
+    PictureSet("640x480", 640, 480, files=60, rows=1200, subsampling=2),
+    PictureSet("3.3MP", 2160, 1520, files=12, rows=120, subsampling=0),
+)
+
+
+def _photograph(width: int, height: int, seed: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    random = np.random.default_rng(seed)
+    picture = np.zeros((height, width, 3), np.float32)
+    for cells, weight in ((5, 120), (24, 70), (120, 40), (500, 18)):
+        cells = min(cells, width)
+        noise = random.random((max(2, cells * height // width), cells, 3), dtype=np.float32)
+        for channel in range(3):
+            layer = Image.fromarray(noise[..., channel]).resize((width, height), Image.Resampling.BICUBIC)
+            picture[..., channel] += weight * np.asarray(layer)
+    picture += random.normal(0, 3, picture.shape)
+    picture += random.normal(0, 5, (height, width, 1))  # most grain is in brightness
+    return picture.clip(0, 255).astype(np.uint8)
+
+
+def bits_a_pixel(images: list[Path]) -> float:
+    """Bits of all files by pixels of all pictures."""
+    pixels = 0
+    for path in images:
         with Image.open(path) as image:
-            total += image.width * image.height
-    return total / 1e6
+            pixels += image.width * image.height
+    return 8 * sum(path.stat().st_size for path in images) / pixels
 
 
-# --- what is compared ---------------------------------------------------------------------------------------------
+def write_manifest(path: Path, images: list[Path], rows: int) -> Path:
+    """A manifest of `rows` rows that names the images in turn."""
+    lines = (json.dumps({"id": str(row), "image": str(images[row % len(images)])}) for row in range(rows))
+    path.write_text("".join(line + "\n" for line in lines))
+    return path
 
 
-def decode_alone(paths: list[Path], workers: int) -> None:
-    """The limit."""
+# --- the limit and the alternatives ---------------------------------------------------------------------------------
 
-    def decode(path: Path) -> None:
+
+def decode_files(paths: list[Path]) -> None:
+    """Decode the files and throw the pixels away."""
+    for path in paths:
         Image.open(io.BytesIO(path.read_bytes())).load()
 
-    with ThreadPoolExecutor(workers) as pool:
-        list(pool.map(decode, paths))
+
+def decode_all(pool: Executor, workers: int, paths: list[Path]) -> None:
+    """Decode the files on all workers of a pool."""
+    parts = 8 * workers
+    list(pool.map(decode_files, [paths[part::parts] for part in range(parts)]))
 
 
-def plain_steps(path: Path) -> torch.Tensor:
-    """The checkpoint's steps as one writes them down first, for an RGB picture that needs no resize."""
+def padded_pixels(path: Path) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    """The pixels of a picture that needs no resize, padded to whole tokens."""
     image = Image.open(path).convert("RGB")
-    pixels = np.pad(np.asarray(image), ((0, -image.height % 28), (0, -image.width % 28), (0, 0)))
-    values = (pixels / 255.0).astype(np.float32)
+    return np.pad(np.asarray(image), ((0, -image.height % 28), (0, -image.width % 28), (0, 0)))
+
+
+def patchify(pixels: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """`[h, w, 3]` to `[patches, 3, 14, 14]`, a copy."""
+    cut = pixels.reshape(pixels.shape[0] // 14, 14, pixels.shape[1] // 14, 14, 3).transpose(0, 2, 4, 1, 3)
+    return np.ascontiguousarray(cut).reshape(-1, 3, 14, 14)
+
+
+def plain_steps(path: Path) -> np.ndarray[Any, Any]:
+    """The checkpoint's steps as one writes them down first."""
+    values = (padded_pixels(path) / 255.0).astype(np.float32)
     values = (values.astype(np.float64) - np.array([0.5, 0.5, 0.5])).astype(np.float32)
-    values = (values.astype(np.float64) * (1.0 / np.array([0.5, 0.5, 0.5]))).astype(np.float32)
-    rows, cols = values.shape[0] // 14, values.shape[1] // 14
-    patches = values.reshape(rows, 14, cols, 14, 3).transpose(0, 2, 4, 1, 3).reshape(-1, 3, 14, 14)
-    return torch.from_numpy(np.ascontiguousarray(patches))
+    return patchify((values.astype(np.float64) * (1.0 / np.array([0.5, 0.5, 0.5]))).astype(np.float32))
 
 
-class Files(torch.utils.data.Dataset):  # type: ignore[type-arg]
-    """The plain steps as a map-style dataset."""
+def uint8_steps(path: Path) -> np.ndarray[Any, Any]:
+    """What somebody writes who lets the model normalise."""
+    return patchify(padded_pixels(path))
 
-    def __init__(self, paths: list[Path]) -> None:
-        self.paths = paths
+
+class Files:
+    """A map-style dataset: `steps` of each file."""
+
+    def __init__(self, paths: list[Path], steps: Callable[[Path], np.ndarray[Any, Any]]) -> None:
+        self.paths, self.steps = paths, steps
 
     def __len__(self) -> int:
         return len(self.paths)
 
-    def __getitem__(self, index: int) -> torch.Tensor:
-        return plain_steps(self.paths[index])
+    def __getitem__(self, index: int) -> Any:
+        import torch
+
+        return torch.from_numpy(self.steps(self.paths[index]))
 
 
-def data_loader(paths: list[Path], workers: int) -> None:
-    """What one would write instead."""
-    for _ in torch.utils.data.DataLoader(Files(paths), batch_size=None, num_workers=workers):
+def data_loader(paths: list[Path], steps: Callable[[Path], np.ndarray[Any, Any]]) -> Any:
+    """A DataLoader whose worker processes stay from round to round."""
+    import torch
+    from torch.utils.data import DataLoader
+
+    torch.set_num_threads(1)
+    return DataLoader(Files(paths, steps), batch_size=None, num_workers=WORKERS, persistent_workers=True)  # type: ignore[arg-type]
+
+
+def drain(loader: Any) -> None:
+    """Take every item of a DataLoader and drop it."""
+    for _ in loader:
         pass
 
 
-def command(*arguments: object) -> tuple[float, int]:
-    """Run the real command; `(seconds, peak memory in MiB)`."""
+# --- the real command -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One measurement."""
+
+    seconds: float
+    driver: float = 0.0
+    """Processor seconds of the command's own process, without those of its workers."""
+
+
+def timed(function: Callable[[], object]) -> Callable[[], Sample]:
+    """A function that measures another."""
+
+    def measure() -> Sample:
+        began = time.perf_counter()
+        function()
+        return Sample(time.perf_counter() - began)
+
+    return measure
+
+
+def command(*arguments: object) -> Sample:
+    """Run the command line as a user does."""
+    line = [sys.executable, "-m", "kimik3_prep", *map(str, arguments)]
     began = time.perf_counter()
-    process = subprocess.Popen(
-        [str(BINARY), *map(str, arguments)], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
-    )
-    peak = 0
-    while process.poll() is None:
-        peak = max(peak, peak_memory(process.pid))
-        time.sleep(0.005)
-    seconds = time.perf_counter() - began
+    with subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        stdout, stderr = process.stdout.read(), process.stderr.read()  # type: ignore[union-attr]
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)  # until it is collected, its counters can be read
+        seconds = time.perf_counter() - began
+        fields = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()
     if process.returncode != 0:
-        stderr = process.stderr.read() if process.stderr else ""
-        raise SystemExit(f"kimik3-prep {' '.join(map(str, arguments))} failed:\n{stderr}")
-    return seconds, peak
+        raise SystemExit(f"kimik3-prep {' '.join(map(str, arguments))} failed:\n{stdout}{stderr}")
+    return Sample(seconds, (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK"))
 
 
-def peak_memory(pid: int) -> int:
-    """A running process's own peak in MiB; what wait() reports would count this process's from before the exec."""
+def encode(manifest: Path, output: Path, workers: int, *more: object) -> Sample:
+    """One whole run into a fresh folder, every row an image of its own."""
     try:
-        status = Path(f"/proc/{pid}/status").read_text()
-    except OSError:  # it has just ended
-        return 0
-    return next((int(line.split()[1]) // 1024 for line in status.splitlines() if line.startswith("VmHWM")), 0)
-
-
-def encode(manifest: Path, output: Path, workers: int, *more: object) -> tuple[float, int]:
-    """One whole run into a fresh folder."""
-    shutil.rmtree(output, ignore_errors=True)
-    try:
-        return command("encode", manifest, "--config", "kimi-k3", "-o", output, "-j", workers, "--no-progress", *more)
+        return command(
+            *("encode", manifest, *CONFIG, "--backend", "cpu", "--dedupe", "off", "-o", output, "-j", workers),
+            *("--no-progress", "--format", "json", *more),
+        )
     finally:
         shutil.rmtree(output, ignore_errors=True)
 
 
-# --- measuring ----------------------------------------------------------------------------------------------------
+# --- measuring ------------------------------------------------------------------------------------------------------
 
 
-class Bench:
-    """Rows of figures, printed as they come."""
+@dataclass(frozen=True)
+class Figure:
+    """Median, lowest and highest of one thing, and what it took of the driver."""
 
-    def __init__(self, runs: int) -> None:
-        self.runs = runs
+    median: float
+    low: float
+    high: float
+    driver: float
+
+    @classmethod
+    def of(cls, samples: list[Sample], start: list[Sample] | None, count: int) -> Figure:
+        """Milliseconds an image, of `count` images, beyond those of the start in the same round."""
+        starts = start or [Sample(0.0)] * len(samples)
+        each = [
+            (1000 * (sample.seconds - begun.seconds) / count, 1000 * (sample.driver - begun.driver) / count)
+            for sample, begun in zip(samples, starts, strict=True)
+        ]
+        times = [seconds for seconds, _ in each]
+        return cls(statistics.median(times), min(times), max(times), statistics.median(driver for _, driver in each))
+
+
+def rounds(things: dict[str, Callable[[], Sample]], runs: int) -> dict[str, list[Sample]]:
+    """Samples of each thing, one a round, without those of a first round."""
+    samples: dict[str, list[Sample]] = {name: [] for name in things}
+    for number in range(runs + 1):
+        for name, thing in things.items():
+            sample = thing()
+            if number:
+                samples[name].append(sample)
+    return samples
+
+
+class Report:
+    """Figures, printed as they come and kept for --json."""
+
+    def __init__(self) -> None:
         self.rows: list[dict[str, Any]] = []
 
-    def seconds(self, function: Callable[..., Any], *arguments: Any) -> float:
-        """Median time of a call, after one that is not counted."""
-        function(*arguments)
-        times = []
-        for _ in range(self.runs):
-            began = time.perf_counter()
-            function(*arguments)
-            times.append(time.perf_counter() - began)
-        return statistics.median(times)
+    def title(self, text: str, *columns: str) -> None:
+        """Begin a table."""
+        print(f"\n{text:<40}" + "".join(f"{column:>15}" for column in columns), flush=True)
 
-    def command(self, function: Callable[..., tuple[float, int]], *arguments: Any) -> tuple[float, int]:
-        """Median time and largest memory of a command, after one run that is not counted."""
-        function(*arguments)
-        results = [function(*arguments) for _ in range(self.runs)]
-        return statistics.median(seconds for seconds, _ in results), max(memory for _, memory in results)
+    def row(self, table: str, name: str, **figures: float | str | None) -> None:
+        """A row of a table."""
+        self.rows.append({"table": table, "name": name, **figures})
+        print(f"{name:<40}" + "".join(f"{_shown(figure):>15}" for figure in figures.values()), flush=True)
 
-    def beyond(self, arguments: tuple[Any, ...], start: tuple[Any, ...]) -> tuple[float, int]:
-        """Median time of an encode beyond that of one tiny image, run in turns, because start-up varies by itself."""
-        encode(*arguments)
-        pairs = [(encode(*start)[0], *encode(*arguments)) for _ in range(self.runs)]
-        starts, seconds, memory = zip(*pairs, strict=True)
-        return max(statistics.median(seconds) - statistics.median(starts), 1e-9), max(memory)
 
-    def row(self, name: str, **figures: Any) -> None:
-        """Print and keep a row."""
-        self.rows.append({"name": name, **figures})
-        shown = "  ".join(
-            f"{key} {value:,.2f}" if isinstance(value, float) else f"{key} {value:,}" for key, value in figures.items()
+def _shown(figure: float | str | None) -> str:
+    if figure is None:
+        return ""
+    if isinstance(figure, str):
+        return figure
+    return f"{figure:,.0f}" if abs(figure) >= 100 else f"{figure:,.3f}" if abs(figure) < 1 else f"{figure:,.2f}"
+
+
+# --- the parts ------------------------------------------------------------------------------------------------------
+
+
+def speed(name: str, images: list[Path], rows: int, folder: Path, runs: int, report: Report) -> None:
+    """Encoding beside its limit and its alternatives."""
+    paths = [images[row % len(images)] for row in range(rows)]
+    manifest = write_manifest(folder / "manifest.jsonl", images, rows)
+    start = write_manifest(folder / "start.jsonl", images, 1)
+    with ExitStack() as stack:
+        pools = {n: stack.enter_context(ProcessPoolExecutor(n, get_context("spawn"))) for n in (1, WORKERS)}
+        threads = stack.enter_context(ThreadPoolExecutor(WORKERS))
+        loaders = {steps: data_loader(paths, steps) for steps in (plain_steps, uint8_steps)}
+        alone = f"decoding alone, {WORKERS} processes"
+        plain, patched = (f"DataLoader, {text}" for text in ("plain steps, float32", "patchify, uint8"))
+        things = {
+            "decoding alone, 1 process": timed(lambda: decode_all(pools[1], 1, paths)),
+            f"decoding alone, {WORKERS} threads": timed(lambda: decode_all(threads, WORKERS, paths)),
+            alone: timed(lambda: decode_all(pools[WORKERS], WORKERS, paths)),
+            plain: timed(lambda: drain(loaders[plain_steps])),
+            patched: timed(lambda: drain(loaders[uint8_steps])),
+        }
+        for workers in (1, WORKERS):
+            things[f"start {workers}"] = lambda n=workers: encode(start, folder / "out", n)
+            for dtype in STORAGE:
+                things[f"encode {dtype} {workers}"] = lambda n=workers, to=dtype: encode(
+                    manifest, folder / "out", n, "--dtype", to
+                )
+        samples = rounds(things, runs)
+    figures = {
+        thing: Figure.of(taken, samples.get(f"start {thing[-1]}") if thing.startswith("encode") else None, rows)
+        for thing, taken in samples.items()
+        if not thing.startswith("start")
+    }
+    columns = ("of limit", "times 1 worker", "times loader", "ms an image", "from - to", "driver ms")
+    report.title(f"{name}: {rows:,} of {bits_a_pixel(images):.1f} bits a pixel", *columns)
+    for thing, figure in figures.items():
+        _, dtype, workers = thing.split() if thing.startswith("encode") else ("", "", "")
+        one = figures.get(f"encode {dtype} 1") if workers == str(WORKERS) else None
+        loader = {"float32": figures[plain], "uint8": figures[patched]}.get(dtype) if one else None
+        report.row(
+            f"speed {name}",
+            f"encode {dtype}, {workers} worker" + ("s" if workers != "1" else "") if dtype else thing,
+            of_limit=figures[alone].median / figure.median,
+            times_one=one.median / figure.median if one else None,
+            times_loader=loader.median / figure.median if loader else None,
+            ms=figure.median,
+            spread=f"{figure.low:.2f} - {figure.high:.2f}",
+            driver_ms=figure.driver if dtype else None,
         )
-        print(f"{name:<38} {shown}", flush=True)
 
 
-def write_manifest(path: Path, images: list[Path], repeat: int = 1) -> Path:
-    """A manifest in which nothing is stored twice unless asked for."""
-    rows = [{"id": f"{n}-{image.name}", "image": str(image)} for n in range(repeat) for image in images]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
+def headers(images: list[Path], folder: Path, runs: int, report: Report, count: int = 5000) -> None:
+    """Headers of local files, read for a plan that is thrown away."""
+    names = []
+    for number in range(count):
+        names.append(folder / f"header-{number}.jpg")
+        os.link(images[number % len(images)], names[-1])
+    plan = ("--dry-run",)
+    many, one = (write_manifest(folder / f"headers-{n}.jsonl", names, n) for n in (count, 1))
+    things = {
+        "headers": lambda: encode(many, folder / "out", WORKERS, *plan),
+        "start": lambda: encode(one, folder / "out", WORKERS, *plan),
+    }
+    samples = rounds(things, runs)
+    figure = Figure.of(samples["headers"], samples["start"], count)
+    report.title("headers", "a second", "ms each", "from - to", "driver ms")
+    spread = f"{figure.low:.2f} - {figure.high:.2f}"
+    figures = {"a_second": 1000 / figure.median, "ms": figure.median, "spread": spread, "driver_ms": figure.driver}
+    report.row("headers", f"headers, {WORKERS} workers", **figures)
+
+
+def start(images: list[Path], folder: Path, runs: int, report: Report) -> None:
+    """Commands that have next to nothing to do."""
+    one, out = write_manifest(folder / "one.jsonl", images, 1), folder / "one"
+    command("encode", one, *CONFIG, "--backend", "cpu", "-o", out)
+    things = {
+        "--help": lambda: command("--help"),
+        "validate-config": lambda: command("validate-config", "kimi-k3"),
+        "encode, one image": lambda: encode(one, folder / "out", WORKERS),
+        "verify": lambda: command("verify", out),
+        "inspect": lambda: command("inspect", out),
+    }
+    report.title("start", "seconds", "from - to")
+    for name, samples in rounds(things, runs).items():
+        seconds = [sample.seconds for sample in samples]
+        spread = f"{min(seconds):.2f} - {max(seconds):.2f}"
+        report.row("start", name, seconds=statistics.median(seconds), spread=spread)
+
+
+def growth(images: list[Path], folder: Path, report: Report) -> None:
+    """The cost of a small image as the manifest grows; once each, for the last one takes minutes."""
+    report.title("growth: encode uint8 of small pictures", "ms an image", "driver ms")
+    one = write_manifest(folder / "start.jsonl", images, 1)
+    more = (WORKERS, "--dtype", "uint8")
+    for count in (1_000, 10_000, 100_000):
+        manifest = write_manifest(folder / "growth.jsonl", images, count)
+        begun = encode(one, folder / "out", *more)
+        figure = Figure.of([encode(manifest, folder / "out", *more)], [begun], count)
+        report.row("growth", f"{count:,} images", ms=figure.median, driver_ms=figure.driver)
+
+
+def read(store: Any, order: list[int]) -> None:
+    """Take items and drop them, as a training loop does."""
+    for row in order:
+        store[row]
+
+
+def reading(name: str, images: list[Path], folder: Path, runs: int, report: Report, count: int = 120) -> None:
+    """Items out of finished folders in random order, beside copying the bytes that they become."""
+    from kimik3_prep import FeatureStore
+
+    manifest = write_manifest(folder / "reading.jsonl", images, count)
+    order = np.random.default_rng(0).permutation(count).tolist()
+    things: dict[str, Callable[[], Sample]] = {}
+    for dtype in STORAGE:
+        out = folder / f"reading-{dtype}"
+        command("encode", manifest, *CONFIG, "--backend", "cpu", "--dedupe", "off", "-o", out, "--dtype", dtype)
+        stores = {"as stored": FeatureStore(out)}
+        if dtype == "uint8":
+            stores = {
+                "levels": FeatureStore(out, raw=True),
+                "normalised to float32": FeatureStore(out),
+                "normalised to bfloat16": FeatureStore(out, dtype="bfloat16"),
+            }
+        for text, store in stores.items():
+            things[f"{dtype}, {text}"] = timed(lambda store=store: read(store, order))
+            values = store[0].pixel_values
+            block = np.ones(values.numel() * values.element_size(), np.uint8)
+            things[f"{dtype}, {text}, copied"] = timed(lambda block=block: [len(block.copy()) for _ in order])
+    samples = rounds(things, runs)
+    figures = {thing: Figure.of(taken, None, count) for thing, taken in samples.items()}
+    report.title(f"reading {name}", "of copying", "items a second", "ms an item", "from - to")
+    for thing, figure in figures.items():
+        if thing.endswith("copied"):
+            continue
+        report.row(
+            f"reading {name}",
+            thing,
+            of_copying=figures[f"{thing}, copied"].median / figure.median,
+            items_a_second=1000 / figure.median,
+            ms=figure.median,
+            spread=f"{figure.low:.3f} - {figure.high:.3f}",
+        )
+    for dtype in STORAGE:
+        shutil.rmtree(folder / f"reading-{dtype}")
+
+
+# --- the command ----------------------------------------------------------------------------------------------------
 
 
 @contextmanager
-def folder(parent: str | None) -> Iterator[Path]:
-    """A temporary folder in `parent`."""
+def temporary(parent: Path | None) -> Iterator[Path]:
+    """A folder that goes when the bench ends."""
     path = Path(tempfile.mkdtemp(prefix="kimik3-prep-bench-", dir=parent))
     try:
         yield path
@@ -213,150 +448,50 @@ def folder(parent: str | None) -> Iterator[Path]:
         shutil.rmtree(path, ignore_errors=True)
 
 
-def disk_rate(target: Path) -> float:
-    """MB/s of writing and syncing 512 MB of zeros that no file system can skip."""
-    block = os.urandom(1 << 20)
-    began = time.perf_counter()
-    with open(target / "rate", "wb") as file:
-        for _ in range(512):
-            file.write(block)
-        file.flush()
-        os.fsync(file.fileno())
-    seconds = time.perf_counter() - began
-    (target / "rate").unlink()
-    return 512 * 1.048576 / seconds
-
-
-def speed(bench: Bench, images: list[Path], memory: Path, disk: Path, workers: int) -> None:
-    """Encoding beside its limit and its alternatives."""
-    total = megapixels(images)
-    manifest = write_manifest(memory / "manifest.jsonl", images)
-    tiny = memory / "tiny.png"
-    Image.new("RGB", (28, 28)).save(tiny)
-    start = (write_manifest(memory / "tiny.jsonl", [tiny]), memory / "out", workers)
-    limit = bench.seconds(decode_alone, images, workers)
-    bench.row("decode alone", megapixels_s=total / limit)
-    plain = bench.seconds(lambda: [plain_steps(path) for path in images])
-    bench.row("plain loop", megapixels_s=total / plain, of_decode=limit / plain)
-    loader = bench.seconds(data_loader, images, workers)
-    bench.row(f"DataLoader, {workers} workers", megapixels_s=total / loader, of_decode=limit / loader)
-
-    def measure(name: str, target: Path, *more: object) -> None:
-        net, peak = bench.beyond((manifest, target / "out", workers, *more), (*start, *more))
-        bench.row(
-            name,
-            megapixels_s=total / net,
-            of_decode=limit / net,
-            times_plain=plain / net,
-            times_loader=loader / net,
-            peak_mib=peak,
-        )
-
-    for dtype in DTYPES:
-        measure(f"encode {dtype}", memory, "--dtype", dtype)
-    measure("encode uint8, gpu kernels on cpu", memory, "--dtype", "uint8", "--backend", "gpu", "--device", "cpu")
-    if torch.cuda.is_available():
-        for dtype in DTYPES:
-            measure(f"encode {dtype}, cuda", memory, "--dtype", dtype, "--backend", "gpu")
-    bench.row("the disk by itself", mb_s=disk_rate(disk))
-    for dtype in ("uint8", "float32"):
-        measure(f"encode {dtype} to disk", disk, "--dtype", dtype)
-
-
-def growth(bench: Bench, images: list[Path], memory: Path, workers: int) -> None:
-    """The cost of an image as the manifest grows; small pictures, so that bookkeeping shows."""
-    small = []
-    for number in range(100):
-        path = memory / f"small-{number}.jpg"
-        with Image.open(images[number % len(images)]) as image:
-            image.resize((224, 168)).save(path)
-        small.append(path)
-    more = ("--dtype", "uint8", "--dedupe", "off")
-    start = (write_manifest(memory / "one.jsonl", small[:1]), memory / "out", workers, *more)
-    for repeat in (4, 16, 64, 1000):
-        manifest = write_manifest(memory / "growth.jsonl", small, repeat)
-        arguments = (manifest, memory / "out", workers, *more)
-        if repeat < 1000:
-            seconds, peak = bench.beyond(arguments, start)
-        else:  # minutes, so that once is enough
-            seconds, peak = encode(*arguments)
-            seconds -= encode(*start)[0]
-        count = repeat * len(small)
-        bench.row(f"encode {count:,} small images", ms_an_image=1000 * seconds / count, peak_mib=peak)
-
-
-def planning(bench: Bench, memory: Path, workers: int) -> None:
-    """Start-up, and a manifest of 100,000 rows that carry their sizes."""
-    for arguments in (("--help",), ("validate-config", "kimi-k3")):
-        seconds, peak = bench.command(command, *arguments)
-        bench.row(" ".join(arguments), seconds=seconds, peak_mib=peak)
-    manifest = memory / "plan.jsonl"
-    with open(manifest, "w") as file:
-        for n in range(100_000):
-            row = {"id": f"row-{n}", "image": f"{n:07d}.jpg", "width": 300 + n % 3000, "height": 200 + n % 2300}
-            file.write(json.dumps({**row, "caption": f"picture number {n}"}) + "\n")
-    seconds, peak = bench.command(command, "encode", manifest, "--config", "kimi-k3", "--dry-run")
-    bench.row("plan 100,000 rows with sizes", seconds=seconds, peak_mib=peak)
-
-
-def headers(bench: Bench, images: list[Path], workers: int) -> None:
-    """Header probes of local files."""
-    from kimik3_prep.images.decode import probe
-
-    names = [str(path) for path in images] * max(1, 2000 // len(images))
-
-    def all_headers() -> None:
-        with ThreadPoolExecutor(workers) as pool:
-            list(pool.map(probe, names))
-
-    bench.row("headers", headers_s=len(names) / bench.seconds(all_headers))
-
-
 def main() -> None:
-    """Run everything; print rows as they come, write them to --json."""
+    """Measure what --only and --sets choose; print the figures, write them to --json."""
+    names = [pictures.name for pictures in SETS]
+    parts = ("speed", "headers", "start", "growth", "reading")
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--images", type=Path, help="a folder of JPEG files; default: drawn ones")
-    parser.add_argument("--count", type=int, default=40, help="how many to draw")
-    parser.add_argument("--quality", type=int, default=95, help="JPEG quality of the drawn ones")
-    parser.add_argument("--runs", type=int, default=3, help="measured runs of each row")
-    parser.add_argument("--workers", type=int, default=len(os.sched_getaffinity(0)))
-    parser.add_argument(
-        "--memory", default="/dev/shm" if os.path.isdir("/dev/shm") else None, help="a folder in memory"
-    )
-    parser.add_argument("--disk", help="a folder on disk; default: the system's temporary folder")
-    parser.add_argument("--only", choices=("speed", "growth", "planning", "headers"), help="one part")
+    parser.add_argument("--only", choices=parts, nargs="+", default=("speed", "headers", "start"), help="parts to run")
+    parser.add_argument("--sets", choices=names, nargs="+", default=names, help="pictures to draw")
+    parser.add_argument("--images", type=Path, help="a folder of JPEG files to use instead")
+    parser.add_argument("--runs", type=int, default=3, help="rounds that count")
+    parser.add_argument("--scale", type=float, default=1.0, help="a share of the rows of each set")
+    memory = Path("/dev/shm")
+    parser.add_argument("--folder", type=Path, default=memory if memory.is_dir() else None, help="where to write")
     parser.add_argument("--json", type=Path, help="write all figures there")
     options = parser.parse_args()
-    torch.set_num_threads(1)
-    bench = Bench(options.runs)
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # so that the folder in memory goes
     about = {
         "date": date.today().isoformat(),
-        "machine": f"{platform.machine()}, {options.workers} workers on {os.cpu_count()} processors",
+        "machine": f"{platform.machine()}, {len(os.sched_getaffinity(0))} processors",
+        "load": f"{os.getloadavg()[0]:.1f} before",
         "python": platform.python_version(),
-        "torch": torch.__version__,
         "pillow": Image.__version__,
     }
     print("  ".join(f"{key}: {value}" for key, value in about.items()), flush=True)
-    with folder(options.memory) as memory, folder(options.disk) as disk:
+    report = Report()
+    with temporary(options.folder) as folder:
         if options.images:
-            images = sorted(p for p in options.images.rglob("*") if p.suffix.lower() in (".jpg", ".jpeg"))
+            own = sorted(path for path in options.images.rglob("*") if path.suffix.lower() in (".jpg", ".jpeg"))
+            sets = {str(options.images): (own, max(len(own), round(120 * options.scale)))}
         else:
-            images = draw(memory / "images", options.count, options.quality)
-        bits = 8 * sum(path.stat().st_size for path in images) / megapixels(images) / 1e6
-        print(f"{len(images)} images, {megapixels(images):,.1f} megapixels, {bits:.1f} bits a pixel", flush=True)
-        parts = {
-            "speed": lambda: speed(bench, images, memory, disk, options.workers),
-            "growth": lambda: growth(bench, images, memory, options.workers),
-            "planning": lambda: planning(bench, memory, options.workers),
-            "headers": lambda: headers(bench, images, options.workers),
-        }
-        for name, part in parts.items():
-            if options.only in (None, name):
-                part()
-    own = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
+            chosen = [pictures for pictures in SETS if pictures.name in options.sets]
+            sets = {one.name: (one.draw(folder / one.name), round(one.rows * options.scale)) for one in chosen}
+        first = next(iter(sets.values()))[0]  # the smallest pictures, so that what is no picture's work shows
+        for name, (images, rows) in sets.items() if "speed" in options.only else ():
+            speed(name, images, rows, folder, options.runs, report)
+        if "headers" in options.only:
+            headers(first, folder, options.runs, report)
+        if "start" in options.only:
+            start(first, folder, options.runs, report)
+        if "growth" in options.only:
+            growth(first, folder, report)
+        for name, (images, _) in sets.items() if "reading" in options.only else ():
+            reading(name, images, folder, options.runs, report)
     if options.json:
-        report = {**about, "images": len(images), "rows": bench.rows, "bench_peak_mib": own}
-        options.json.write_text(json.dumps(report, indent=2) + "\n")
+        options.json.write_text(json.dumps({**about, "rows": report.rows}, indent=2) + "\n")
 
 
 if __name__ == "__main__":
