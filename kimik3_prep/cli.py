@@ -277,7 +277,14 @@ def inspect(
         bool, typer.Option("--sheets", help="Render contact sheets of a run, twenty items on each, failed ones too.")
     ] = False,
     id: Annotated[list[str] | None, typer.Option(help="An item to render. May be repeated.")] = None,
-    first: Annotated[int, typer.Option(min=1, max=_MOST, help="How many items to render if no --id is given.")] = 20,
+    first: Annotated[
+        int | None,
+        typer.Option(min=1, max=_MOST, help="How many items to show. Default: 20; of a report 5,000."),
+    ] = None,
+    report: Annotated[
+        Path | None,
+        typer.Option(help="Write one HTML page of a finished run: each item's picture, size, tokens and error."),
+    ] = None,
     grid: Annotated[
         bool, typer.Option("--grid", help="Draw lines between patches and tokens, and hatch the padding.")
     ] = False,
@@ -290,8 +297,15 @@ def inspect(
         for option, given in (("--id", id), ("--grid", grid), ("--sheets", sheets)):
             if given:
                 raise InputError([Problem(option, "is about pictures", hint="add --render FOLDER")])
-    drawn = tuple(pictures.render(path, render, id or (), first, grid, sheets)) if render else None
-    answers.give(inspection.inspect(path, drawn), format)
+    drawn = tuple(pictures.render(path, render, id or (), first or 20, grid, sheets)) if render else None
+    description = inspection.inspect(path, drawn)
+    if report is not None:
+        from kimik3_prep.reading.report import write_report
+
+        if not isinstance(description, inspection.OutputDescription):
+            raise InputError([Problem("--report", f"{path} is no output folder", "an output folder of a finished run")])
+        description = replace(description, report=write_report(path, report, description, first))
+    answers.give(description, format)
 
 
 @app.command()

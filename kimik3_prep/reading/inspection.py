@@ -16,7 +16,7 @@ from kimik3_prep.output.recipe import Recipe
 from kimik3_prep.output.shard_file import Shard, open_shard
 from kimik3_prep.output.tables import INDEX_SCHEMA, read_index
 from kimik3_prep.output.totals import Bin, histogram
-from kimik3_prep.reading.pictures import Picture, Sheet
+from kimik3_prep.reading.pictures import Picture, ReportPage, Sheet
 from kimik3_prep.remote import refuse
 
 _FIRST = 10  # rows shown
@@ -205,6 +205,8 @@ class OutputDescription(Totals):
     """Bytes of all of them."""
     pictures: tuple[Picture | Sheet, ...] | None = None
     """The pictures that `--render` wrote; null without it."""
+    report: ReportPage | None = None
+    """The page that `--report` wrote; null without it."""
 
 
 Description = ShardDescription | IndexDescription | OutputDescription

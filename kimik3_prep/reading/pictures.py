@@ -99,6 +99,24 @@ class Sheet:
         return text + (f", {self.failed} of them failed" if self.failed else "") + _strays(self.strays)
 
 
+@dataclass(frozen=True, slots=True)
+class ReportPage:
+    """The HTML page of a run."""
+
+    path: str
+    """The file."""
+    items: int
+    """Items on it: the first ones of the run."""
+    rows: int
+    """Items of the run."""
+    size: int
+    """Bytes of the file."""
+
+    def __str__(self) -> str:
+        shown = f"{self.items:,}" if self.items == self.rows else f"the first {self.items:,} of {self.rows:,}"
+        return f"{self.path}: {shown} items, {self.size:,} bytes"
+
+
 def _strays(count: int) -> str:
     return f", {count:,} values are no level: the nearest is shown" if count else ""
 

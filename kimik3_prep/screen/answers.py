@@ -285,6 +285,8 @@ def print_output(output: OutputDescription) -> None:
         say(out, f"{shards}, {size_text(output.size)}, dtype {output.dtype}{so_far}")
     _print_totals(output)
     _print_pictures(output.pictures)
+    if output.report is not None:
+        say(out, str(output.report))
 
 
 def _print_totals(totals: Totals) -> None:
