@@ -307,6 +307,28 @@ class StoreError(PrepError):
     """Stored features cannot be read: a shard is gone, damaged, or not of the run that the index describes."""
 
 
+class SpanDiffers(StoreError):
+    """The index gives an item another place, count or grid than its shard does, or than the item's own patches."""
+
+    def __init__(self, item: str, path: str) -> None:
+        super().__init__(item, path)
+        self.item, self.path = item, path
+
+    def __str__(self) -> str:
+        return f"{self.item}: {self.path} does not hold what the index says of it"
+
+
+class ChecksumDiffers(StoreError):
+    """The stored bytes of an item are not those that were written."""
+
+    def __init__(self, item: str, path: str) -> None:
+        super().__init__(item, path)
+        self.item, self.path = item, path
+
+    def __str__(self) -> str:
+        return f"{self.item}: its bytes in {self.path} are not those that were written; `kimik3-prep verify` says more"
+
+
 class FailedItem(ItemError):
     """The features of an item were asked for that has none. `id` and `line` say which item of the manifest."""
 

@@ -12,12 +12,12 @@ widens, and does not bring back what the rounding took.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from os import PathLike
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -42,20 +42,33 @@ from kimik3_prep.remote import refuse
 _FLOATS = "float32, bfloat16 or float16; raw=True alone gives levels"
 
 
+class Scale(NamedTuple):
+    """What turns levels into values: (level / 255 - mean) / std, a number for each channel."""
+
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Features:
-    """One item.
-
-    pixel_values: `[L, 3, p, p]`, the caller's own copy. grid_thw: `(1, h, w)` with `h * w == L`.
-    original_size: `(width, height)` of the image file; None for features made elsewhere whose row gave none.
-    row: the item's index row, every column by name.
-    """
+    """One item."""
 
     pixel_values: torch.Tensor
+    """`[L, 3, p, p]`, the caller's own copy."""
+
     grid_thw: tuple[int, int, int]
+    """`(1, h, w)` with `h * w == L`."""
+
     num_tokens: int
+
     original_size: tuple[int, int] | None
+    """`(width, height)` of the image file; None for features made elsewhere whose row gave none."""
+
     row: dict[str, Any]
+    """The item's index row, every column by name."""
+
+    scale: Scale
+    """For pixel values that are levels."""
 
     @property
     def id(self) -> str:
@@ -70,27 +83,53 @@ class Features:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Batch:
-    """Items packed one after the other, as the vision tower takes them; nothing is padded.
-
-    pixel_values: `[ΣL, 3, p, p]`. grid_thws: int64 `[n, 3]`. num_tokens: int64 `[n]`. ids: the n ids.
-    """
+    """Items packed one after the other, as the vision tower takes them; nothing is padded."""
 
     pixel_values: torch.Tensor
+    """`[ΣL, 3, p, p]`."""
+
     grid_thws: torch.Tensor
+    """int64 `[n, 3]`."""
+
     num_tokens: torch.Tensor
-    ids: tuple[str, ...]
+    """int64 `[n]`."""
+
+    rows: tuple[dict[str, Any], ...]
+    """The n index rows, every column by name."""
+
+    scale: Scale
+    """For pixel values that are levels."""
+
+    @property
+    def ids(self) -> tuple[str, ...]:
+        """The n ids."""
+        return tuple(str(row["id"]) for row in self.rows)
+
+    @property
+    def extra(self) -> tuple[dict[str, Any], ...]:
+        """The other fields of the n manifest rows: captions, conversations."""
+        return tuple(dict(json.loads(row["extra"] or "{}")) for row in self.rows)
+
+    def normalised(self, dtype: torch.dtype = torch.float32) -> Batch:
+        """The batch with values in `dtype`: levels are normalised on their device, values are cast.
+
+        In float32 the bits are the checkpoint's on every device, so that a batch can travel as uint8 levels.
+        """
+        pixels = self.pixel_values
+        values = normalised(pixels, self.scale, dtype) if pixels.dtype == torch.uint8 else pixels.to(dtype)
+        return replace(self, pixel_values=values)
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Batch:
         """The batch with its tensors on `device`."""
-        pixels = self.pixel_values.to(device, non_blocking=non_blocking)
-        grids = self.grid_thws.to(device, non_blocking=non_blocking)
-        return Batch(pixels, grids, self.num_tokens.to(device, non_blocking=non_blocking), self.ids)
+        return self._each(lambda tensor: tensor.to(device, non_blocking=non_blocking))
 
     def pin_memory(self) -> Batch:
         """The batch in page-locked memory; `DataLoader(pin_memory=True)` calls this."""
-        return Batch(
-            self.pixel_values.pin_memory(), self.grid_thws.pin_memory(), self.num_tokens.pin_memory(), self.ids
-        )
+        return self._each(torch.Tensor.pin_memory)
+
+    def _each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Batch:
+        pixels, grids, tokens = map(change, (self.pixel_values, self.grid_thws, self.num_tokens))
+        return replace(self, pixel_values=pixels, grid_thws=grids, num_tokens=tokens)
 
 
 class FeatureStore:
@@ -115,6 +154,9 @@ class FeatureStore:
     and an image that is gone or changed raises FailedItem. images: the folder that relative paths start from, where
     they are no longer in the one the index was made with.
 
+    check: compare the checksum of each item on reading (StoreError), which reads its bytes once more. Without it,
+    place, count and grid of an item must agree with its shard's own grids, and a changed pixel is not seen.
+
     Raises InputError for a folder that is no finished run, and for options that do not fit it.
     """
 
@@ -126,15 +168,18 @@ class FeatureStore:
         device: torch.device | str | None = None,
         raw: bool = False,
         images: str | PathLike[str] | None = None,
+        check: bool = False,
     ) -> None:
         refuse(path)
         self.path = Path(path).absolute()  # a worker may stand in another folder
         self._images = None if images is None else Path(images).absolute()
-        self._run = StoredRun(self.path, self._images)
+        self._check = check
+        self._run = StoredRun(self.path, self._images, check)
         self._dtype, self._device, self._raw = _checked_dtype(dtype, raw, self._run.dtype), device, raw
 
     def __reduce__(self) -> tuple[Any, ...]:
         more: dict[str, Any] = {"dtype": self._dtype, "device": self._device, "raw": self._raw, "images": self._images}
+        more["check"] = self._check
         return partial(FeatureStore, **more), (self.path,)
 
     def __repr__(self) -> str:
@@ -152,6 +197,11 @@ class FeatureStore:
     def stored_dtype(self) -> str:
         """The shards' dtype: float32, bfloat16, float16 or uint8."""
         return self._run.dtype
+
+    @property
+    def scale(self) -> Scale:
+        """What normalises the levels of this run."""
+        return Scale(self._run.mean, self._run.std)
 
     @property
     def num_tokens(self) -> Ints:
@@ -185,6 +235,7 @@ class FeatureStore:
             num_tokens=values["num_tokens"],
             original_size=None if values["width"] is None else (values["width"], values["height"]),
             row=values,
+            scale=self.scale,
         )
 
     def __iter__(self) -> Iterator[Features]:
@@ -199,9 +250,9 @@ class FeatureStore:
     def batch(self, ids: Iterable[Key]) -> Batch:
         """The named items (ids or manifest rows) packed in the given order; naming one twice packs it twice."""
         rows = self._ready(ids)
-        names = self.table["id"].take(pa.array(rows, pa.int64())).to_pylist()
+        values = self.table.take(pa.array(rows, pa.int64())).to_pylist()
         tokens = torch.from_numpy(self.num_tokens[rows])
-        return Batch(self._pixels(rows), self._grids(rows), self._placed(tokens), tuple(names))
+        return Batch(self._pixels(rows), self._grids(rows), self._placed(tokens), tuple(values), self.scale)
 
     # --- requests to engines ------------------------------------------------------------------------------------
 
@@ -292,7 +343,7 @@ class FeatureStore:
         return stored if wanted is None else stored.to(wanted)
 
     def _normalised(self, levels: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
-        return normalised(levels, self._run.mean, self._run.std, dtype or torch.float32)
+        return normalised(levels, self.scale, dtype or torch.float32)
 
     def _as_levels(self, rows: list[int]) -> torch.Tensor:
         """The uint8 levels of some rows. Raises InputError where the shards hold other values than those of levels."""
@@ -310,18 +361,16 @@ class FeatureStore:
         return tensor if self._device is None else tensor.to(self._device)
 
 
-def normalised(
-    levels: torch.Tensor, mean: tuple[float, ...], std: tuple[float, ...], dtype: torch.dtype = torch.float32
-) -> torch.Tensor:
+def normalised(levels: torch.Tensor, scale: Scale, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """The values of uint8 `levels` `[L, 3, p, p]` on their device, each rounded once from its float32 value.
 
     Every device reads them from the checkpoint's table of 256 values a channel, so the bits are the same on all.
     """
     if levels.device.type == "cpu":
         name = str(dtype).removeprefix("torch.")
-        values = _normaliser(mean, std, name if name in DTYPES else "float32")(levels.contiguous().numpy())
+        values = _normaliser(scale, name if name in DTYPES else "float32")(levels.contiguous().numpy())
         return to_tensor(values, name) if name in DTYPES else torch.from_numpy(values).to(dtype)
-    table = torch.from_numpy(level_table(mean, std)).to(dtype).to(levels.device)
+    table = torch.from_numpy(level_table(*scale)).to(dtype).to(levels.device)
     out = torch.empty(levels.shape, dtype=dtype, device=levels.device)
     for channel, entries in enumerate(table):
         plane = levels[:, channel]
@@ -330,8 +379,8 @@ def normalised(
 
 
 @lru_cache(8)
-def _normaliser(mean: tuple[float, ...], std: tuple[float, ...], dtype: str) -> Normaliser:
-    return Normaliser(level_table(mean, std), DTYPES[dtype])
+def _normaliser(scale: Scale, dtype: str) -> Normaliser:
+    return Normaliser(level_table(*scale), DTYPES[dtype])
 
 
 def _checked_dtype(dtype: torch.dtype | str | None, raw: bool, stored: str) -> torch.dtype | None:

@@ -5,7 +5,6 @@ Numpy and Arrow only. `features.py` makes tensors of it, `pictures.py` pictures.
 
 from __future__ import annotations
 
-import json
 import operator
 from bisect import bisect_left
 from functools import cached_property, lru_cache
@@ -16,12 +15,14 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
+import xxhash
 
 from kimik3_prep.checkpoint.levels import DTYPES
-from kimik3_prep.errors import FailedItem, InputError, ItemError, Problem, StoreError
+from kimik3_prep.errors import ChecksumDiffers, FailedItem, InputError, ItemError, Problem, SpanDiffers, StoreError
 from kimik3_prep.output.folder import Output
-from kimik3_prep.output.recipe import METADATA_KEY, Recipe
+from kimik3_prep.output.recipe import Recipe
 from kimik3_prep.output.shard_file import open_shard
+from kimik3_prep.output.tables import index_metadata
 
 #: An item: its id, or its manifest row from 0 (negative: from the end).
 Key = str | SupportsIndex
@@ -41,11 +42,13 @@ class StoredRun:
     are computed from the images, as levels (dtype uint8).
 
     images: the folder that image paths of an index-only run start from; None for the one it was made with.
+    check: compare the checksum of every item that is read.
 
     Raises InputError for a folder that is no finished run.
     """
 
-    def __init__(self, root: Path, images: Path | None = None) -> None:
+    def __init__(self, root: Path, images: Path | None = None, check: bool = False) -> None:
+        self._check = check
         self.layout = Output(root)
         self._stamp = _stamp(self.layout.index)
         self.table = _read_finished(self.layout)
@@ -131,23 +134,27 @@ class StoredRun:
 
         Raises StoreError where a shard is gone, damaged, or does not belong to the index.
         """
-        counts = self._count[rows]
-        packed = np.empty((int(counts.sum()), 3, self.patch_size, self.patch_size), DTYPES[self.dtype].numpy)
+        spans = [self._computed(row) if self.index_only else self._span(row) for row in rows]
+        packed = np.empty((sum(map(len, spans)), 3, self.patch_size, self.patch_size), DTYPES[self.dtype].numpy)
         begin = 0
-        for row, count in zip(rows, counts, strict=True):
-            packed[begin : begin + count] = self._computed(row) if self.index_only else self._span(row)
-            begin += count
+        for span in spans:
+            packed[begin : begin + len(span)] = span
+            begin += len(span)
         return packed
 
     def _span(self, row: int) -> npt.NDArray[Any]:
+        """The patches of a row in its mapped shard, whose own grids say where they are."""
         name = self._names[self._shard[row]]
-        pixels, grids = self._open(name)
+        pixels, grids, ends = self._open(name)
         place, begin, count = (int(numbers[row]) for numbers in (self._row, self._start, self._count))
         grid = [1, int(self.grid_h[row]), int(self.grid_w[row])]
-        if not 0 <= place < len(grids) or grids[place].tolist() != grid or begin + count > len(pixels):
-            path = self.layout.shard(name)
-            raise StoreError(f"{self.label(row)}: {path} does not hold what the index says of it")
-        return pixels[begin : begin + count]
+        agree = 0 <= place < len(grids) and grids[place].tolist() == grid and count == grid[1] * grid[2]
+        if not agree or begin + count != ends[place] or int(self.num_tokens[row]) < 1:
+            raise SpanDiffers(self.label(row), str(self.layout.shard(name)))
+        span = pixels[begin : begin + count]
+        if self._check and self.table["checksum"][row].as_py() != xxhash.xxh3_128_hexdigest(span.data):
+            raise ChecksumDiffers(self.label(row), str(self.layout.shard(name)))
+        return span
 
     # --- without shards -----------------------------------------------------------------------------------------
 
@@ -162,6 +169,8 @@ class StoredRun:
             _, levels = item_patches(item, base, recipe, same_file=self._images is None)
         except ItemError as error:
             raise self._failed(row, error) from error
+        if len(levels) != self._count[row] or len(levels) != self.grid_h[row] * self.grid_w[row]:
+            raise SpanDiffers(self.label(row), str(self.layout.index))
         return levels
 
     def _failed(self, row: int, error: ItemError) -> FailedItem:
@@ -179,8 +188,8 @@ class StoredRun:
         plan = pa.concat_tables(self.layout.read_plan())
         return base, record.recipe, plan.take(pc.sort_indices(plan["item"]))
 
-    def _open_shard(self, name: str) -> tuple[npt.NDArray[Any], Ints]:
-        """pixel_values and grid_thws of a shard, mapped read-only."""
+    def _open_shard(self, name: str) -> tuple[npt.NDArray[Any], Ints, Ints]:
+        """pixel_values and grid_thws of a shard, mapped read-only, and where the patches of each grid end."""
         path = self.layout.shard(name)
         try:
             shard = open_shard(path)
@@ -195,7 +204,12 @@ class StoredRun:
             raise StoreError(f"{held}, {self.layout.index} says {kind} [patches, 3, {patch}, {patch}]")
         if _stamp(self.layout.index) != self._stamp:  # a retry of failed items moves the others in their shard
             raise StoreError(f"{self.layout.index} is not the one that was read: the run was changed; open it anew")
-        return np.asarray(shard.raw("pixel_values")), np.asarray(shard.raw("grid_thws"))
+        grids: Ints = np.asarray(shard.raw("grid_thws"))
+        ends: Ints = np.cumsum(grids.prod(-1))
+        values = np.asarray(shard.raw("pixel_values"))
+        if (grids < 1).any() or (grids > len(values)).any() or (len(ends) and ends[-1] != len(values)):
+            raise SpanDiffers("grid_thws", str(path))
+        return values, grids, ends
 
 
 def _stamp(path: Path) -> tuple[int, int, int] | None:
@@ -223,9 +237,9 @@ def _read_finished(layout: Output) -> pa.Table:
 
 def _metadata(layout: Output, table: pa.Table) -> dict[str, Any]:
     """What the index says of all its shards. Raises InputError for an index that does not say it."""
-    about = json.loads((table.schema.metadata or {}).get(METADATA_KEY.encode(), b"{}"))
-    missing = [name for name in _ABOUT if name not in about]
-    if missing or about["dtype"] not in DTYPES:
-        what = f"does not say the {missing[0]} of its shards" if missing else f"its dtype is {about['dtype']!r}"
+    metadata = index_metadata(table)
+    missing = [name for name in _ABOUT if name not in metadata]
+    if missing:
+        what = f"does not say the {missing[0]} of its shards"
         raise InputError([Problem(str(layout.index), what, "the index.parquet that `kimik3-prep encode` wrote")])
-    return dict(about)
+    return metadata

@@ -301,7 +301,7 @@ def test_an_index_that_says_nothing_of_its_shards_is_refused(copy: Path) -> None
         FeatureStore(copy)
     about = {**json.loads(table.schema.metadata[b"kimik3_prep"]), "dtype": "int4"}
     pq.write_table(table.replace_schema_metadata({"kimik3_prep": json.dumps(about)}), copy / "index.parquet")
-    with pytest.raises(InputError, match="its dtype is 'int4'"):
+    with pytest.raises(InputError, match='its dtype is "int4"'):
         FeatureStore(copy)
 
 
@@ -544,3 +544,58 @@ def test_an_index_only_run_can_move_with_its_images_and_notices_others(tmp_path:
     Image.new("RGB", (60, 50)).save(tmp_path / "two" / "a.png")
     with pytest.raises(FailedItem, match="source_changed"):
         FeatureStore(tmp_path / "two" / "index")["a.png"]
+
+
+# --- damage -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("column", ["row", "patch_start", "patch_count", "grid_h", "grid_w"])
+@pytest.mark.parametrize("value", [0, -1, 1, 4, 2**31 - 1, 2**62, -(2**62)])
+def test_a_number_of_the_index_that_is_not_the_shards_is_an_error(copy: Path, column: str, value: int) -> None:
+    table = pq.read_table(copy / "index.parquet")
+    place = table.schema.get_field_index(column)
+    kind = table.schema.field(column).type
+    if value not in range(-(2 ** (kind.bit_width - 1)), 2 ** (kind.bit_width - 1)):
+        pytest.skip("no number of this column")
+    numbers = table[column].to_pylist()
+    row = table["id"].to_pylist().index("n1")
+    if numbers[row] == value:
+        value += 1
+    numbers[row] = value
+    pq.write_table(
+        table.set_column(place, table.schema.field(column), [pa.array(numbers, kind)]), copy / "index.parquet"
+    )
+    store = FeatureStore(copy)
+    for ask in (lambda: store["n1"], lambda: store.batch(["n0", "n1"])):
+        with pytest.raises(StoreError, match=r"line 3, n1: .* does not hold what the index says of it"):
+            ask()
+    assert store["n0"].id == "n0"
+
+
+def test_check_compares_what_is_read_with_what_was_written(copy: Path) -> None:
+    row = FeatureStore(copy)["n1"].row
+    path = copy / "shards" / f"{row['shard']}.safetensors"
+    assert [item.id for item in FeatureStore(copy, check=True)] == OK
+    content = bytearray(path.read_bytes())
+    header = 8 + int.from_bytes(content[:8], "little")
+    for offset in range(header, len(content)):
+        content[offset] ^= 1
+    path.write_bytes(content)
+    checked = pickle.loads(pickle.dumps(FeatureStore(copy, check=True)))
+    with pytest.raises(StoreError, match=r"does not hold|are not those that were written"):
+        checked["n1"]
+
+
+def test_one_changed_pixel_is_seen_with_check(copy: Path) -> None:
+    import safetensors
+
+    row = FeatureStore(copy)["n1"].row
+    path = copy / "shards" / f"{row['shard']}.safetensors"
+    tensors = safetensors.torch.load_file(path)
+    with safetensors.safe_open(path, "pt") as opened:
+        metadata = opened.metadata()
+    tensors["pixel_values"][row["patch_start"], 1, 2, 3] += 1
+    safetensors.torch.save_file(tensors, path, metadata)
+    FeatureStore(copy)["n1"]
+    with pytest.raises(StoreError, match=r"line 3, n1: its bytes in .* are not those that were written"):
+        FeatureStore(copy, check=True)["n1"]
