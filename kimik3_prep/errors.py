@@ -28,6 +28,7 @@ A class writes its own sentence; the command line only prints it.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
@@ -77,6 +78,34 @@ class Problem:
         if self.expected:
             text += f"; expected {self.expected}"
         return f"{text} ({self.hint})" if self.hint else text
+
+
+@dataclass(frozen=True, slots=True)
+class ProblemKind:
+    """Problems that differ in their values only."""
+
+    what: str
+    """What is wrong, with … where the problems differ."""
+    places: int
+    """In how many places: a row counts once."""
+    examples: tuple[Problem, ...]
+    """The first ones."""
+
+
+#: The parts of a problem in which others of its kind differ: quoted texts, numbers, lists and objects.
+_VALUES = re.compile(r'"(?:[^"\\]|\\.)*"|\{.*\}|\[.*\]|(?<![\w-])-?\d[\w,.]*…?')
+
+
+def kinds_of(problems: Iterable[Problem], examples: int) -> tuple[ProblemKind, ...]:
+    """Return the problems by kind, the most frequent first, each with its first `examples`."""
+    kinds: dict[str, list[Problem]] = {}
+    for problem in problems:
+        kinds.setdefault(_VALUES.sub("…", problem.what), []).append(problem)
+    found = [
+        ProblemKind(what, len({problem.where for problem in same}), tuple(same[:examples]))
+        for what, same in kinds.items()
+    ]
+    return tuple(sorted(found, key=lambda kind: -kind.places))
 
 
 class PrepError(Exception):

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from kimik3_prep.errors import CannotPrint, InputError, Interrupted, PrepError, Problem
+from kimik3_prep.errors import CannotPrint, InputError, Interrupted, PrepError, Problem, kinds_of
 from kimik3_prep.screen.terminal import (
     CELL,
     LINE,
@@ -35,7 +35,8 @@ if TYPE_CHECKING:  # a command imports the room that makes its document; the oth
     from kimik3_prep.reading.inspection import IndexDescription, LargeImage, OutputDescription, ShardDescription, Totals
     from kimik3_prep.reading.verify import Verification
 
-_MOST_PROBLEMS = 50
+#: Problems that fit a screen; of more there is a tally by kind, and examples of each.
+_MOST_PROBLEMS = 8
 _NO_PATH = (errno.ENAMETOOLONG, errno.ELOOP)  # even a look whether the path is there fails
 
 Format = Literal["text", "json"]
@@ -106,10 +107,17 @@ def give_error(report: ErrorReport, format: Format) -> None:
 
 def print_error(report: ErrorReport) -> None:
     """Print why a command ended, in words on stderr."""
-    for problem in report.problems[:_MOST_PROBLEMS]:
+    shown = list(report.problems)
+    if len(shown) > _MOST_PROBLEMS:
+        kinds = kinds_of(shown, 1)
+        for kind in kinds[:_MOST_PROBLEMS]:
+            say(err, f"{counted(kind.places, 'place')}: {harmless(kind.what, LINE)}")
+        each = max(1, _MOST_PROBLEMS // len(kinds))
+        shown = [problem for kind in kinds_of(shown, each)[:_MOST_PROBLEMS] for problem in kind.examples]
+    for problem in shown:
         print_problem(problem)
     if report.problems:
-        hidden = report.problems_in_all - min(len(report.problems), _MOST_PROBLEMS)
+        hidden = report.problems_in_all - len(shown)
         more = f" ({hidden:,} of them not shown; --format json lists up to 1,000)" if hidden else ""
         say(err, f"{counted(report.problems_in_all, 'problem')} found, nothing was done{more}.")
     elif report.kind == "internal":

@@ -88,13 +88,13 @@ def test_one_problem_is_one(capsys: Capture) -> None:
     assert capsys.readouterr().err == "error: a: b\n1 problem found, nothing was done.\n"
 
 
-def test_the_first_fifty_problems_are_shown_and_all_counted(capsys: Capture) -> None:
+def test_the_first_problems_of_many_are_shown_and_all_counted(capsys: Capture) -> None:
     error = InputError([Problem(f"m:{i}", "no") for i in range(60)], total=123_456)
     answers.print_error(answers.report_error(error))
     lines = capsys.readouterr().err.splitlines()
-    assert (len(lines), lines[49]) == (51, "error: m:49: no")
-    assert lines[50] == (
-        "123,456 problems found, nothing was done (123,406 of them not shown; --format json lists up to 1,000)."
+    assert (len(lines), lines[0], lines[8]) == (10, "60 places: no", "error: m:7: no")
+    assert lines[9] == (
+        "123,456 problems found, nothing was done (123,448 of them not shown; --format json lists up to 1,000)."
     )
 
 
@@ -473,3 +473,20 @@ def test_an_inspected_output(more: dict[str, Any], lines: list[str], capsys: Cap
     said = capsys.readouterr().out.splitlines()
     assert said[:2] == lines
     assert said[-2:] == ["failed: line 3, x: corrupt: x", "… and 1 more failed item"]
+
+
+def test_many_problems_are_told_by_kind_and_fit_a_screen(capsys: Capture) -> None:
+    """A row counts once for each kind; every kind has an example."""
+    many = [Problem(f"m.jsonl:{n}", f"width is {-n}", "a whole number", "mend it") for n in range(1, 401)]
+    twice = [Problem("m.jsonl:7", f'height is "{n}"') for n in range(2)]
+    odd = [Problem(f"m.jsonl:{n}", f'id "x{n}" stands on line {n} already') for n in range(100)]
+    answers.print_error(answers.report_error(InputError([*many, *twice, *odd], 1502)))
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[:3] == [
+        "400 places: width is …",
+        "100 places: id … stands on line … already",
+        "1 place: height is …",
+    ]
+    assert len(lines) < 24
+    assert sum("m.jsonl:" in line for line in lines) == 6
+    assert "1,502 problems found, nothing was done (1,496 of them not shown" in lines[-1]
