@@ -60,22 +60,26 @@ def _root(
 
 @app.command("validate-config")
 def validate_config(
-    config: Annotated[
-        str | None,
-        typer.Argument(help="A preprocessor_config.json, a checkpoint folder, or kimi-k3 for the published one."),
+    configs: Annotated[
+        list[str] | None,
+        typer.Argument(help="preprocessor_config.json files, checkpoint folders, or kimi-k3 for the published one."),
     ] = None,
     write_fixed: Annotated[
-        Path | None, typer.Option(help="Write a copy with the missing keys restored from the published config.")
+        Path | None, typer.Option(help="Write a copy with misspelt keys renamed and missing ones as published.")
     ] = None,
+    strict: Annotated[bool, typer.Option("--strict", help="Settings that are not as published are errors.")] = False,
     format: Format = "text",
 ) -> None:
     """Say everything a preprocessor config means, and everything that is wrong with it."""
-    from kimik3_prep.checkpoint.config import diagnose, find_config, write_fixed_copy
+    from kimik3_prep.checkpoint.config import diagnose_all, report_all
+    from kimik3_prep.checkpoint.mend import write_fixed_copy
 
-    diagnosis = diagnose(find_config(config))
-    restored = write_fixed_copy(diagnosis, write_fixed) if write_fixed else None
-    answers.give(diagnosis.report(restored), format)
-    raise typer.Exit(0 if diagnosis.config is not None else 2)
+    diagnoses = diagnose_all(configs or [None], strict)
+    if write_fixed is not None and len(diagnoses) > 1:
+        raise InputError([Problem("--write-fixed", "writes a copy of one config", hint="name one file")])
+    mended = write_fixed_copy(diagnoses[0], write_fixed) if write_fixed is not None else None
+    answers.give(report_all(diagnoses, mended), format)
+    raise typer.Exit(0 if all(diagnosis.config is not None for diagnosis in diagnoses) else 2)
 
 
 @app.command()

@@ -15,7 +15,7 @@ from dataclasses import is_dataclass
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from kimik3_prep.checkpoint.config import ConfigReport
+from kimik3_prep.checkpoint.config import ConfigReport, ConfigReports
 from kimik3_prep.manifest.write import Gathered
 from kimik3_prep.output.totals import PlanSummary, RangeSummary, RunSummary
 from kimik3_prep.reading.inspection import IndexDescription, OutputDescription, ShardDescription
@@ -25,6 +25,7 @@ from kimik3_prep.screen.answers import ErrorReport
 #: What each command prints, in the order of a person's way through them.
 DOCUMENTS: dict[str, Any] = {
     "validate-config": ConfigReport,
+    "validate-config A B": ConfigReports,
     "manifest": Gathered,
     "encode, finish": RunSummary,
     "encode --dry-run": PlanSummary,

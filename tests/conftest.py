@@ -330,6 +330,19 @@ def nested(**changes: Any) -> dict[str, Any]:
     return {"media_proc_cfg": {key: value for key, value in values.items() if value is not ABSENT}}
 
 
+#: Configs of relatives of Kimi-K3, which share some of its keys.
+RELATIVES: list[dict[str, Any]] = [
+    {
+        "auto_map": {"AutoImageProcessor": "image_processing_kimi_vl.KimiVLImageProcessor"},
+        **{"in_token_limit": 4096, "patch_size": 14, "num_pooled_tokens": 1024, "pad_input": True},
+        **{"image_mean": [0.5] * 3, "image_std": [0.5] * 3, "merge_kernel_size": [2, 2]},
+    },
+    {"processor_class": "KimiVLProcessor", **PUBLISHED},
+    {"processor_class": "KimiAudioProcessor", **nested()},
+    {"model_type": "kimi_vl", "image_processor": {"in_patch_limit": 4096}},
+]
+
+
 class Bench:
     """Writes documents to one file and asks for the diagnosis."""
 

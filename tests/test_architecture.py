@@ -21,7 +21,7 @@ CONTRIBUTING = ROOT / ".github" / "CONTRIBUTING.md"
 #: A new file gets a place here; CONTRIBUTING.md shows the same house.
 HOUSE: dict[str, tuple[str, ...]] = {
     "": ("__init__", "errors", "strict_json", "disk", "remote"),
-    "checkpoint": ("levels", "grid", "rules", "config"),
+    "checkpoint": ("levels", "grid", "rules", "config", "mend"),
     "images": ("address", "cell", "source", "formats", "decode"),
     "manifest": ("report", "magic", "row", "text", "tar", "columns", "folder", "read", "missing", "write"),
     "pixels": ("resample", "tensors", "cpu", "device", "ready"),

@@ -125,6 +125,8 @@ def differences(value: Any, hint: Any, at: str = "") -> list[str]:
             return [f"{at} has the keys {list(value)}, not {list(hints)}"]
         return [text for key, part in hints.items() for text in differences(value[key], part, f"{at}.{key}")]
     if origin in (dict, Mapping):
+        if not isinstance(value, dict):
+            return [f"{at} is {value!r}, not {hint}"]
         return [text for key, part in value.items() for text in differences(part, arguments[1], f"{at}.{key}")]
     if origin is tuple or hasattr(hint, "_fields"):
         if not isinstance(value, list):
@@ -167,6 +169,7 @@ def test_json_documents_are_as_the_readme_says(run: Run, tmp_path: Path) -> None
     commands: list[tuple[str, list[str]]] = [
         ("validate-config", ["validate-config", "kimi-k3"]),
         ("validate-config", ["validate-config", "broken.json", "--write-fixed", "fixed.json"]),
+        ("validate-config A B", ["validate-config", "kimi-k3", "broken.json", "--strict"]),
         ("manifest", ["manifest", "sample", "-o", "m.jsonl"]),
         ("manifest", ["manifest", rows, "-o", "nowhere.jsonl", "--image-dir", "/nowhere"]),
         ("encode --dry-run", ["encode", rows, *config, "--dry-run"]),

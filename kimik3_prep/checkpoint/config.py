@@ -9,8 +9,8 @@ from __future__ import annotations
 import json
 import os
 import stat
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -24,6 +24,9 @@ from kimik3_prep.errors import InputError, Problem
 PUBLISHED = "kimi-k3"
 
 FILE_NAME = "preprocessor_config.json"
+
+#: Where a checkpoint keeps its settings; transformers 5 writes the second, with the settings one level down.
+FILE_NAMES = (FILE_NAME, "processor_config.json")
 
 #: Where a config is; a string only for a URL, which no Path can hold.
 Place = Path | str
@@ -115,6 +118,17 @@ class Setting:
 
 
 @dataclass(frozen=True, slots=True)
+class Mended:
+    """What the copy has that the file has not; nothing, where no copy was written."""
+
+    restored: tuple[str, ...] = ()
+    """Keys that were missing."""
+
+    renamed: Mapping[str, str] = field(default_factory=dict)
+    """Right names of keys, by the names under which they stood."""
+
+
+@dataclass(frozen=True, slots=True)
 class Diagnosis:
     """All there is to say about a config file. `config` is None when a problem is an error."""
 
@@ -133,14 +147,34 @@ class Diagnosis:
         """The problems one should know of."""
         return tuple(problem for problem in self.problems if problem.severity == "warning")
 
-    def report(self, restored: tuple[str, ...] | None = None) -> ConfigReport:
-        """Return the document that `validate-config` prints. restored: the keys that `--write-fixed` added."""
+    @property
+    def differing(self) -> tuple[str, ...]:
+        """The settings that are not as published."""
+        return tuple(setting.key for setting in self.settings if not strict_json.same(setting.value, setting.published))
+
+    def strictly(self) -> Diagnosis:
+        """Return the same diagnosis, with an error for each setting that is not as published."""
+        settings = {setting.key: setting for setting in self.settings}
+        found = [
+            Problem(
+                f"{self.path}: {key}",
+                f"it is {strict_json.show(settings[key].value)}, and --strict asks for the published settings",
+                strict_json.show(settings[key].published),
+            )
+            for key in self.differing
+        ]
+        return replace(self, config=None, problems=(*self.problems, *found)) if found else self
+
+    def report(self, mended: Mended | None = None) -> ConfigReport:
+        """Return the document that `validate-config` prints. mended: what `--write-fixed` did."""
         return ConfigReport(
             path=str(self.path),
             valid=self.config is not None,
             settings=self.settings,
             problems=self.problems,
-            restored=restored,
+            differing=self.differing,
+            restored=None if mended is None else mended.restored,
+            renamed=None if mended is None else mended.renamed,
         )
 
 
@@ -156,8 +190,22 @@ class ConfigReport:
     """Every key that the checkpoint's processor reads."""
     problems: tuple[Problem, ...]
     """All errors and warnings."""
+    differing: tuple[str, ...]
+    """The settings that are not as published."""
     restored: tuple[str, ...] | None
     """The keys that `--write-fixed` added to its copy; null without that option."""
+    renamed: Mapping[str, str] | None
+    """Right names of keys that `--write-fixed` renamed, by the names they had; null without that option."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConfigReports:
+    """What several configs mean and what is wrong with them."""
+
+    valid: bool
+    """No problem of any file is an error."""
+    configs: tuple[ConfigReport, ...]
+    """One for each file, in order."""
 
 
 # --- finding ------------------------------------------------------------------------------------------------------
@@ -182,7 +230,7 @@ def published_values() -> Mapping[str, Any]:
 def find_config(argument: str | None, beside: Place | None = None) -> Place:
     """The file that `--config` names: a file, a checkpoint folder, a URL of either, or `kimi-k3` for the published one.
 
-    Without an argument: `preprocessor_config.json` in the folder `beside`, then in the working directory.
+    Without an argument: a file of one of the `FILE_NAMES` in the folder `beside`, then in the working directory.
     Raises InputError that lists the places looked at.
     """
     if argument == PUBLISHED:
@@ -191,11 +239,13 @@ def find_config(argument: str | None, beside: Place | None = None) -> Place:
         raise InputError([Problem("--config", "it is empty", "a path", "is a shell variable unset?")])
     places: list[Place]
     if argument is not None and remote.scheme(argument):
-        places = [argument if argument.partition("?")[0].endswith(".json") else _in(argument.rstrip("/"))]
+        is_file = argument.partition("?")[0].endswith(".json")
+        places = [argument] if is_file else _in(argument.rstrip("/"))
     elif argument is not None:
-        places = [_in(Path(argument)) if os.path.isdir(argument) else Path(argument)]
+        places = _in(Path(argument)) if os.path.isdir(argument) else [Path(argument)]
     else:
-        places = list(dict.fromkeys(_in(folder) for folder in (beside, Path()) if folder is not None))
+        folders = [folder for folder in (beside, Path()) if folder is not None]
+        places = list(dict.fromkeys(place for folder in folders for place in _in(folder)))
     for place in places:
         if _is_there(place):
             return place
@@ -204,14 +254,14 @@ def find_config(argument: str | None, beside: Place | None = None) -> Place:
     raise InputError([Problem(argument or FILE_NAME, f"{_NEEDED}, and there is none; looked at {looked}", hint=hint)])
 
 
-def _in(folder: Place) -> Place:
-    return folder / FILE_NAME if isinstance(folder, Path) else f"{folder}/{FILE_NAME}"
+def _in(folder: Place) -> list[Place]:
+    return [folder / name if isinstance(folder, Path) else f"{folder}/{name}" for name in FILE_NAMES]
 
 
 def _is_there(place: Place) -> bool:
     """Whether there is anything by that name, a dangling link too: passing over it would pick another config silently.
 
-    Raises InputError where one may not even look.
+    Raises InputError where nobody can tell.
     """
     try:
         if isinstance(place, str):
@@ -219,9 +269,16 @@ def _is_there(place: Place) -> bool:
         place.lstat()
     except (FileNotFoundError, NotADirectoryError):
         return False
+    except remote.RemoteError as error:
+        raise InputError([_unreachable(place, error)]) from error
     except (OSError, ValueError) as error:
         raise InputError([Problem(str(place), f"cannot be looked at: {_reason(error)}", f"a {FILE_NAME}")]) from error
     return True
+
+
+def _unreachable(place: Place, error: OSError) -> Problem:
+    hint = "check the address and the network; the file may well be there"
+    return Problem(str(place), f"its server cannot be reached: {_reason(error)}", hint=hint)
 
 
 def _reason(error: OSError | ValueError) -> str:
@@ -239,10 +296,35 @@ def load_config(path: Place) -> tuple[PreprocessorConfig, list[Problem]]:
     return diagnosis.config, list(diagnosis.warnings)
 
 
+def diagnose_all(arguments: Sequence[str | None], strict: bool = False) -> list[Diagnosis]:
+    """Diagnose every config that `validate-config` is asked about. One that is not found is a problem of its own.
+
+    strict: a setting that is not as published is an error.
+    """
+    diagnoses = []
+    for argument in arguments:
+        try:
+            diagnosis = diagnose(find_config(argument))
+        except InputError as error:
+            if len(arguments) == 1:
+                raise
+            diagnosis = Diagnosis(str(argument), None, error.problems, ())
+        diagnoses.append(diagnosis.strictly() if strict else diagnosis)
+    return diagnoses
+
+
+def report_all(diagnoses: Sequence[Diagnosis], mended: Mended | None = None) -> ConfigReport | ConfigReports:
+    """Return the document for one config, or for several."""
+    if len(diagnoses) == 1:
+        return diagnoses[0].report(mended)
+    reports = tuple(diagnosis.report() for diagnosis in diagnoses)
+    return ConfigReports(valid=all(report.valid for report in reports), configs=reports)
+
+
 def diagnose(path: Place) -> Diagnosis:
     """Read a config and say everything about it. Never raises for what is in the file."""
     try:
-        content = _read(path)
+        content = read_config(path)
         document = strict_json.parse(content, str(path))
     except strict_json.JsonProblem as error:
         return Diagnosis(path, None, (error.problem,), ())
@@ -274,7 +356,7 @@ def _settings(cfg: Mapping[str, Any], values: Mapping[str, Any]) -> Iterator[Set
             yield Setting(key, read[key], published[key], "file" if key in cfg else absent)
 
 
-def _read(path: Place) -> bytes:
+def read_config(path: Place) -> bytes:
     """The bytes of a regular file, or an object, of sensible size. Raises InputError."""
 
     def refuse(what: str) -> InputError:
@@ -296,43 +378,7 @@ def _read(path: Place) -> bytes:
             if len(content) > _MOST_BYTES:
                 raise refuse(f"more than {_MOST_BYTES:,} bytes long")
             return content
+    except remote.RemoteError as error:
+        raise InputError([_unreachable(path, error)]) from error
     except (OSError, ValueError) as error:
         raise refuse(f"cannot be read: {_reason(error)}") from error
-
-
-# --- mending ------------------------------------------------------------------------------------------------------
-
-
-def write_fixed_copy(diagnosis: Diagnosis, target: Path) -> tuple[str, ...]:
-    """Write a copy that has the missing keys, from beside `media_proc_cfg` or as published; returns their names.
-
-    No value that is there is changed, and no file is ever overwritten: what else is wrong stays wrong. Raises
-    InputError, also for a file without an object to put keys in and for one of another model family.
-    """
-    try:
-        document = strict_json.parse(_read(diagnosis.path), str(diagnosis.path))
-    except strict_json.JsonProblem as error:
-        raise InputError([error.problem]) from None
-    where = str(diagnosis.path)
-    cfg = rules.inner(document)
-    if cfg is None:
-        raise InputError([Problem(where, "no Kimi-K3 config to mend", hint=f"start from --config {PUBLISHED}")])
-    restored = [key for key in rules.RESTORED if key not in cfg]
-    for key in restored:
-        cfg[key] = document.get(key, published_values()[key])  # published beside another value would contradict it
-    text = json.dumps(document, indent=2, ensure_ascii=False) + "\n"
-    try:
-        with open(target, "x", encoding="utf-8") as file:  # "x" refuses the input itself, and links to it
-            try:
-                file.write(text)
-                file.flush()
-            except OSError:
-                target.unlink()  # a disk that is full: half a config is worse than none
-                raise
-    except FileExistsError:
-        raise InputError([Problem(str(target), "exists already", "a new file", "choose another name")]) from None
-    except FileNotFoundError:
-        raise InputError([Problem(str(target), "its folder does not exist", hint="make the folder first")]) from None
-    except (OSError, ValueError) as error:
-        raise InputError([Problem(str(target), f"cannot be written: {_reason(error)}")]) from error
-    return tuple(restored)

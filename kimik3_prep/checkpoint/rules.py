@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from kimik3_prep.errors import Problem
@@ -37,10 +38,11 @@ BACKGROUND_DEFAULTS: dict[str, Any] = {
 _LARGEST = 2**31 - 1
 _LARGEST_SIDE = 4096  # of a patch in pixels, of a merge in patches: their squares are multiplied into sizes in bytes
 _LARGEST_FLOAT32 = 3.4028234663852886e38
-_READ_AS = {"fixed_output_tokens": None, "transparent_bg_config": None, "transparent_bg_fill_stage": "before_resize"}
+READ_AS = {"fixed_output_tokens": None, "transparent_bg_config": None, "transparent_bg_fill_stage": "before_resize"}
 _CHESSBOARD = "chessboard_"
-_NAMED = "--config kimi-k3"
-_MOST_GUESSES = 500  # keys compared with the ones wanted: a hostile file could hold a hundred thousand
+_PUBLISHED_HINT = "--config kimi-k3 uses the published values"
+_EXPECTED = "the preprocessor_config.json of a Kimi-K3 checkpoint"
+MOST_GUESSES = 500  # keys compared with the ones wanted: a hostile file could hold a hundred thousand
 
 #: Names other image processors use for what a Kimi-K3 key says.
 _SYNONYMS = {
@@ -61,14 +63,68 @@ _SYNONYMS = {
 _MEANT_BY = {name: key for key, names in _SYNONYMS.items() for name in names}
 
 
+#: Relatives of Kimi-K3 whose images are prepared otherwise, and the older models whose images are prepared alike.
+_RELATIVE = re.compile(r"kimi[-_ .]?(?:vl|audio|dev|linear|k1|k2(?![-_.]?[56]))", re.IGNORECASE)
+_K25 = re.compile(r"kimi[-_ .]?k2[-_.]?[56]", re.IGNORECASE)
+_NAMES = ("image_processor_type", "processor_class", "feature_extractor_type", "model_type")
+
+#: Keys that stand beside the settings in any image processor's file.
+_USUAL = frozenset(
+    {*_NAMES, "auto_map", "media_proc_cfg", "image_processor", "transformers_version", "_name_or_path", "architectures"}
+)
+_MOST_UNKNOWN = 20  # keys that are named one by one
+
+
+def _holders(document: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
+    """Path and value of the objects that may hold the settings: the top level, and what transformers 5 puts below."""
+    below = document.get("image_processor")
+    return [("", document), *([("image_processor", below)] if isinstance(below, dict) else [])]
+
+
+def _places(document: dict[str, Any]) -> list[tuple[str, Any]]:
+    """Path and value of all that may be the settings; the first one is."""
+    holders = _holders(document)
+    nested = [
+        (f"{path}.media_proc_cfg".lstrip("."), holder["media_proc_cfg"])
+        for path, holder in holders
+        if "media_proc_cfg" in holder
+    ]
+    return nested + [(path, holder) for path, holder in holders if any(key in holder for key in _OWN_KEYS)]
+
+
 def inner(document: Any) -> dict[str, Any] | None:
-    """The object that holds the keys: `media_proc_cfg`, or the top level where they stand flat. None: not Kimi-K3's."""
-    if not isinstance(document, dict):
-        return None
-    if "media_proc_cfg" in document:
-        nested = document["media_proc_cfg"]
-        return nested if isinstance(nested, dict) else None
-    return document if any(key in document for key in _OWN_KEYS) else None
+    """The object that holds the keys: `media_proc_cfg`, or where they stand flat. None: the file is not Kimi-K3's."""
+    places = _places(document) if isinstance(document, dict) else []
+    return places[0][1] if places and isinstance(places[0][1], dict) else None
+
+
+def beside(document: dict[str, Any], key: str) -> list[Any]:
+    """The values of a key that stands beside the settings and not in them."""
+    cfg = inner(document)
+    objects = [value for _, value in [*_places(document), *_holders(document)] if isinstance(value, dict)]
+    return [values[key] for values in objects if values is not cfg and key in values]
+
+
+def _names(document: dict[str, Any]) -> Iterator[str]:
+    """What a config says it belongs to."""
+    for _, holder in _holders(document):
+        for key in _NAMES:
+            if isinstance(holder.get(key), str):
+                yield holder[key]
+        classes = holder.get("auto_map")
+        for value in classes.values() if isinstance(classes, dict) else ():
+            if isinstance(value, str):
+                yield value.rpartition(".")[2]
+
+
+def relative_of(document: dict[str, Any]) -> str | None:
+    """The relative of Kimi-K3 that a config names itself after."""
+    return next((name for name in _names(document) if _RELATIVE.match(name)), None)
+
+
+def is_of_k25(document: dict[str, Any]) -> bool:
+    """Whether a config names itself after Kimi-K2.5 or K2.6."""
+    return any(_K25.match(name) for name in _names(document))
 
 
 class Checker:
@@ -85,9 +141,9 @@ class Checker:
         cfg = self._locate(document)
         if cfg is None:
             return None
-        unknown = [key for key in cfg if key not in self._published][:_MOST_GUESSES]
-        self._check_missing(cfg, unknown)
-        self._check_near_optional(cfg, unknown)
+        unknown = [key for key in cfg if key not in self._published and key not in _USUAL]
+        self._check_missing(cfg, unknown[:MOST_GUESSES])
+        self._check_unknown(cfg, unknown)
         return {
             **self._integers(cfg),
             **self._mean_and_std(cfg),
@@ -115,38 +171,56 @@ class Checker:
         if not isinstance(document, dict):
             self._add("", f"the top level is {show(document)}", "an object with media_proc_cfg")
             return None
-        cfg = inner(document)
-        if "media_proc_cfg" not in document:
-            if cfg is None:
-                self._refuse_other_model(document)
-            return cfg
-        self._prefix = "media_proc_cfg."
-        if cfg is None:
-            what = f"it is {show(document['media_proc_cfg'])}"
-            self._add("media_proc_cfg", what, "an object", f"{_NAMED} uses the published values")
+        if (relative := relative_of(document)) is not None:
+            what = f"this is a config of {_plain(relative)}, a relative of Kimi-K3 that prepares images in another way"
+            self._add("", what, _EXPECTED, _PUBLISHED_HINT)
             return None
-        for key in (key for key in RESTORED if key in document):
-            outer = document[key]
-            if key in cfg and not same(outer, cfg[key]):
-                what = f"media_proc_cfg says {show(cfg[key])}, the top level says {show(outer)}"
-                self._add(key, what, "one value", "remove one of the two")
-            elif key not in cfg and not (key in _READ_AS and same(outer, _READ_AS[key])):
-                what = f"{show(outer)} stands at the top level, beside media_proc_cfg and not in it"
-                self._add(key, what, "all keys in one place", "move it into media_proc_cfg")
+        places = _places(document)
+        if not places:
+            self._refuse_other_model(document)
+            return None
+        path, cfg = places[0]
+        self._prefix = f"{path}." if path else ""
+        if not isinstance(cfg, dict):
+            self._add(path, f"it is {show(cfg)}", "an object", _PUBLISHED_HINT)
+            return None
+        name = next(_names(document), None)
+        if path in ("", "image_processor") and name and "kimi" not in name.lower() and not cfg.keys() >= {*REQUIRED}:
+            self._refuse_other_model(document)
+            return None
+        for other, values in [*places[1:], *_holders(document)]:
+            if isinstance(values, dict) and values is not cfg:
+                self._compare(path, cfg, other, values)
         return cfg
 
+    def _compare(self, path: str, cfg: dict[str, Any], other: str, values: dict[str, Any]) -> None:
+        """Settings that stand in another place as well, or only there."""
+        there = other or "the top level"
+        for key in (key for key in RESTORED if key in values):
+            where = f"{other}.{key}".lstrip(".")
+            if any(problem.where == f"{self._name}: {where}" for problem in self.problems):
+                continue
+            value = values[key]
+            if key in cfg and not same(value, cfg[key]):
+                what = f"{path or 'the top level'} says {show(cfg[key])}, {there} says {show(value)}"
+                self._add(where, what, "one value", "remove one of the two")
+            elif key not in cfg and not (key in READ_AS and same(value, READ_AS[key])):
+                what = f"{show(value)} stands at {there}, beside {path} and not in it"
+                self._add(where, what, "all keys in one place", f"move it into {path}")
+
     def _refuse_other_model(self, document: dict[str, Any]) -> None:
-        keys = ("image_processor_type", "processor_class", "feature_extractor_type", "model_type")
-        name = next((document[key] for key in keys if isinstance(document.get(key), str)), None)
-        what, hint = "it has none of Kimi-K3's own keys", f"{_NAMED} uses the published values"
+        name = next(_names(document), None)
+        what, hint = "it has none of Kimi-K3's own keys", _PUBLISHED_HINT
+        if any(key in document for key in _OWN_KEYS):
+            what = "keys of Kimi-K3 are missing"
         if name is not None:
             other = "" if "kimi" in name.lower() else ", not of Kimi-K3"
-            what = f"this is a config of {show(name)[1:-1]}{other}: {what}"
+            what = f"this is a config of {_plain(name)}{other}: {what}"
         if "architectures" in document:
             hint = "this looks like the model's config.json; preprocessor_config.json beside it is the one"
         elif near := difflib.get_close_matches("media_proc_cfg", document, 1, 0.7):
             hint = f"was {show(near[0])} meant to be media_proc_cfg?"
-        self._add("", what, "the preprocessor_config.json of a Kimi-K3 checkpoint", hint)
+        self._add("", what, _EXPECTED, hint)
 
     def _check_missing(self, cfg: dict[str, Any], unknown: list[str]) -> None:
         missing = [key for key in REQUIRED if key not in cfg]
@@ -159,13 +233,22 @@ class Checker:
         restore = "`kimik3-prep validate-config --write-fixed FILE` writes a copy that has the published values"
         self._add(self._prefix.rstrip("."), what, f"{published}, as published", " ".join([*meant, restore]))
 
-    def _check_near_optional(self, cfg: dict[str, Any], unknown: list[str]) -> None:
+    def _check_unknown(self, cfg: dict[str, Any], unknown: list[str]) -> None:
         absent = tuple(key for key in OPTIONAL if key not in cfg)
-        for key in unknown:
+        missing = tuple(key for key in REQUIRED if key not in cfg)
+        for number, key in enumerate(unknown):
+            if number == _MOST_UNKNOWN:
+                what = f"nothing reads {len(unknown) - number:,} more keys"
+                self._add(self._prefix.rstrip("."), what, warning=True)
+                break
+            path = f"{self._prefix.rstrip('.')}{step(key)}".lstrip(".")
+            if near_miss(key, missing):
+                continue  # it stands in the sentence about what is missing
             if near := near_miss(key, absent):
                 what = f"nothing reads this key, and {near} is absent"
-                path = f"{self._prefix.rstrip('.')}{step(key)}".lstrip(".")
                 self._add(path, what, hint=f"was {near} meant?", warning=True)
+            else:
+                self._add(path, "nothing reads this key", warning=True)
 
     # --- values ---
 
@@ -330,13 +413,17 @@ class Checker:
         return low
 
 
-#: Keys that make a flat config Kimi-K3's; patch_size, image_mean and image_std other model families have too.
-_OWN_KEYS = ("in_patch_limit", "merge_kernel_size", "patch_limit_on_one_side", *OPTIONAL)
+#: Keys that make a flat config Kimi-K3's. Other families have patch_size, merge_kernel_size, image_mean and image_std.
+_OWN_KEYS = ("in_patch_limit", "patch_limit_on_one_side", *OPTIONAL)
 
 
 def step(name: str) -> str:
     """A key as a step of a JSON path; one that is no plain word is quoted, and cut where it is long."""
     return f".{name}" if len(name) <= 60 and name.isidentifier() and name.isascii() else f"[{show(name)}]"
+
+
+def _plain(name: str) -> str:
+    return show(name)[1:-1]
 
 
 def near_miss(key: str, wanted: tuple[str, ...]) -> str | None:

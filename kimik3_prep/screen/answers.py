@@ -29,7 +29,7 @@ from kimik3_prep.screen.terminal import (
 )
 
 if TYPE_CHECKING:  # a command imports the room that makes its document; the others would only take time
-    from kimik3_prep.checkpoint.config import ConfigReport
+    from kimik3_prep.checkpoint.config import ConfigReport, ConfigReports
     from kimik3_prep.manifest.write import Gathered
     from kimik3_prep.output.totals import PlanSummary, RangeSummary, RunSummary
     from kimik3_prep.reading.inspection import IndexDescription, LargeImage, OutputDescription, ShardDescription, Totals
@@ -137,8 +137,21 @@ def print_config(report: ConfigReport) -> None:
         print_table(("setting", "value", "published", "from"), rows, report.path, changed)
     for problem in report.problems:
         print_problem(problem)
-    if report.restored is not None:
-        say(out, f"restored {', '.join(report.restored) or 'nothing, no key is missing'}")
+    if report.differing:
+        differ = "setting differs" if len(report.differing) == 1 else "settings differ"
+        say(out, f"{len(report.differing)} {differ} from the published ones: {', '.join(report.differing)}")
+    for stood, meant in (report.renamed or {}).items():
+        say(out, f"renamed {stood} to {meant}")
+    if report.restored:
+        say(out, f"restored {', '.join(report.restored)}")
+    if report.restored == () and not report.renamed:
+        say(out, "no key is missing: no copy was written")
+
+
+def print_configs(reports: ConfigReports) -> None:
+    """Print several configs, one after the other."""
+    for report in reports.configs:
+        print_config(report)
 
 
 def print_gathered(gathered: Gathered) -> None:
@@ -329,6 +342,7 @@ def print_verification(report: Verification) -> None:
 #: How each document appears in words, by the name of its class: the classes lie in rooms that take time to import.
 _PRINTERS: dict[str, Callable[[Any], None]] = {
     "ConfigReport": print_config,
+    "ConfigReports": print_configs,
     "Gathered": print_gathered,
     "PlanSummary": print_plan,
     "RunSummary": print_run,

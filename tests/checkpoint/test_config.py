@@ -11,22 +11,28 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import ABSENT, BOARD, GOLDEN, PUBLISHED, Bench, golden_cases, nested
+from conftest import ABSENT, BOARD, GOLDEN, PUBLISHED, RELATIVES, Bench, golden_cases, nested
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kimik3_prep import remote
 from kimik3_prep.checkpoint import rules as config_rules
 from kimik3_prep.checkpoint.config import (
     FILE_NAME,
+    FILE_NAMES,
     Background,
+    ConfigReports,
+    Mended,
     PreprocessorConfig,
     diagnose,
+    diagnose_all,
     find_config,
     load_config,
     published_path,
-    write_fixed_copy,
+    report_all,
 )
 from kimik3_prep.checkpoint.grid import GridRule
+from kimik3_prep.checkpoint.mend import write_fixed_copy
 from kimik3_prep.errors import InputError
 
 
@@ -186,6 +192,35 @@ def test_no_table_of_what_is_no_config(bench: Bench, document: Any) -> None:
     assert bench(document).settings == ()
 
 
+# --- differences, several files ---
+
+
+def test_settings_that_are_not_as_published(bench: Bench) -> None:
+    found = bench(nested(in_patch_limit=16384, transparent_bg_config={**BOARD, "chessboard_gray_value": 181}))
+    assert found.differing == ("in_patch_limit", "transparent_bg_config.chessboard_gray_value")
+    assert bench(nested(merge_kernel_size=[2, 2])).differing == ()
+    strict = found.strictly()
+    assert (found.errors, strict.config) == ((), None)
+    assert [problem.where for problem in strict.errors] == [f"{bench.path}: {key}" for key in found.differing]
+    assert "it is 16384, and --strict asks for the published settings; expected 65536" in str(strict.errors[0])
+    published = diagnose(published_path())
+    assert published.strictly() == published
+
+
+def test_several_configs_are_diagnosed_together(bench: Bench, tmp_path: Path) -> None:
+    bench(nested(in_patch_limit=16384))
+    gone = str(tmp_path / "gone.json")
+    diagnoses = diagnose_all(["kimi-k3", str(bench.path), gone])
+    assert [diagnosis.config is not None for diagnosis in diagnoses] == [True, True, False]
+    assert "looked at" in diagnoses[2].problems[0].what
+    report = report_all(diagnoses)
+    assert isinstance(report, ConfigReports)
+    assert ([one.valid for one in report.configs], report.valid) == ([True, True, False], False)
+    assert [diagnosis.config is None for diagnosis in diagnose_all(["kimi-k3", str(bench.path)], True)] == [False, True]
+    with pytest.raises(InputError):
+        diagnose_all([gone])
+
+
 # --- reading ---
 
 
@@ -270,13 +305,33 @@ def test_a_dangling_link_beside_is_not_passed_over(tmp_path: Path, monkeypatch: 
     assert "No such file" in diagnose(found).problems[0].what
 
 
+def test_a_folder_that_transformers_5_wrote(tmp_path: Path) -> None:
+    path = tmp_path / "processor_config.json"
+    path.write_text(json.dumps({"processor_class": "KimiK3Processor", "image_processor": nested()}))
+    assert find_config(str(tmp_path)) == path
+    assert diagnose(path).config == load_config(published_path())[0]
+    (tmp_path / FILE_NAME).write_text(json.dumps(nested()))
+    assert find_config(str(tmp_path)) == tmp_path / FILE_NAME
+
+
+@pytest.mark.parametrize("name", ["", f"/{FILE_NAME}"])
+def test_an_address_that_nobody_answers_is_no_missing_file(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote.time, "sleep", lambda seconds: None)
+    with pytest.raises(InputError) as caught:
+        diagnose(find_config(f"http://127.0.0.1:9{name}"))
+    (problem,) = caught.value.problems
+    assert "its server cannot be reached" in problem.what
+    assert "check the address and the network" in problem.hint
+
+
 def test_nothing_found_lists_the_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(InputError) as caught:
         find_config(None, tmp_path / "there")
     (problem,) = caught.value.problems
     assert "Kimi-K3 encoder preprocessing needs an image processor" in problem.what
-    assert f"{tmp_path / 'there' / FILE_NAME}, {FILE_NAME}" in problem.what
+    names = [*(str(tmp_path / "there" / name) for name in FILE_NAMES), *FILE_NAMES]
+    assert problem.what.endswith(f"looked at {', '.join(names)}")
     assert "kimi-k3" in problem.hint
     assert "checkpoint folder" in problem.hint
 
@@ -305,7 +360,7 @@ def test_arguments_that_name_nothing(argument: str, tmp_path: Path, monkeypatch:
 def test_missing_keys_are_restored_and_nothing_else_moves(bench: Bench, tmp_path: Path) -> None:
     document = {"auto_map": {"a": "é"}, **nested(image_mean=ABSENT, transparent_bg_fill_stage=ABSENT, patch_size=16)}
     target = tmp_path / "fixed.json"
-    assert write_fixed_copy(bench(document), target) == ("image_mean", "transparent_bg_fill_stage")
+    assert write_fixed_copy(bench(document), target) == Mended(("image_mean", "transparent_bg_fill_stage"))
     fixed = json.loads(target.read_text(encoding="utf-8"))
     assert diagnose(target).problems == ()
     assert list(fixed) == ["auto_map", "media_proc_cfg"]
@@ -318,23 +373,89 @@ def test_missing_keys_are_restored_and_nothing_else_moves(bench: Bench, tmp_path
 
 def test_a_flat_file_stays_flat(bench: Bench, tmp_path: Path) -> None:
     target = tmp_path / "fixed.json"
-    assert write_fixed_copy(bench(nested(patch_size=ABSENT)["media_proc_cfg"]), target) == ("patch_size",)
+    assert write_fixed_copy(bench(nested(patch_size=ABSENT)["media_proc_cfg"]), target).restored == ("patch_size",)
     assert json.loads(target.read_text())["patch_size"] == 14
     assert "media_proc_cfg" not in json.loads(target.read_text())
 
 
-def test_a_wrong_value_stays_and_is_still_reported(bench: Bench, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("wrong", "key", "value"),
+    [
+        ("in_patch_limt", "in_patch_limit", 16384),
+        ("max_patches", "in_patch_limit", 9),
+        ("Image-Mean", "image_mean", [0.1, 0.2, 0.3]),
+        ("fill_stage", "transparent_bg_fill_stage", "before_resize"),
+    ],
+)
+def test_a_misspelt_key_keeps_its_value(bench: Bench, wrong: str, key: str, value: Any, tmp_path: Path) -> None:
     target = tmp_path / "fixed.json"
-    assert write_fixed_copy(bench(nested(in_patch_limit=ABSENT, max_patches=9, patch_size="14")), target)
+    document = nested(**{key: ABSENT, wrong: value, "fixed_output_tokens": ABSENT})
+    assert write_fixed_copy(bench(document), target) == Mended(("fixed_output_tokens",), {wrong: key})
     fixed = json.loads(target.read_text())["media_proc_cfg"]
-    assert (fixed["max_patches"], fixed["in_patch_limit"], fixed["patch_size"]) == (9, 65536, "14")
-    assert [problem.where for problem in diagnose(target).errors] == [f"{target}: media_proc_cfg.patch_size"]
+    assert fixed[key] == value
+    assert wrong not in fixed
+    assert [name if name != key else wrong for name in fixed] == [*document["media_proc_cfg"], "fixed_output_tokens"]
+    assert diagnose(target).errors == ()
+
+
+def test_a_misspelt_background_key_keeps_its_value(bench: Bench, tmp_path: Path) -> None:
+    background = {**BOARD, "chessboard_grey_value": 7}
+    del background["chessboard_gray_value"]
+    target = tmp_path / "fixed.json"
+    mended = write_fixed_copy(bench(nested(transparent_bg_config=background)), target)
+    assert mended.renamed == {"chessboard_grey_value": "chessboard_gray_value"}
+    config = diagnose(target).config
+    assert config is not None
+    assert config.background == Background("chessboard", 8, True, 255, 7)
+
+
+@pytest.mark.parametrize(
+    ("document", "words"),
+    [
+        (nested(in_patch_limit=ABSENT, in_patch_limt=1, max_patches=2), "may both be meant to be in_patch_limit"),
+        (nested(in_patch_limit=ABSENT, in_patch_limt="many"), 'in_patch_limit: it is "many"'),
+        (nested(in_patch_limit=ABSENT, patch_size="14"), 'media_proc_cfg.patch_size: it is "14"'),
+        (nested(patch_size=ABSENT, transparent_bg_config={"colour": 1}), "transparent_bg_config.colour"),
+        ({**nested(in_patch_limit=ABSENT, in_patch_limt=9), "in_patch_limit": 8}, "media_proc_cfg says 9, the top"),
+    ],
+)
+def test_a_copy_that_would_still_be_wrong_is_not_written(
+    bench: Bench, tmp_path: Path, document: Any, words: str
+) -> None:
+    with pytest.raises(InputError) as caught:
+        write_fixed_copy(bench(document), tmp_path / "fixed.json")
+    assert words in str(caught.value)
+    assert not (tmp_path / "fixed.json").exists()
+
+
+def test_nothing_is_written_where_nothing_is_to_mend(bench: Bench, tmp_path: Path) -> None:
+    for document in (nested(), nested(patch_size="14"), nested(colour=1)):
+        assert write_fixed_copy(bench(document), tmp_path / "fixed.json") == Mended()
+    assert not (tmp_path / "fixed.json").exists()
+
+
+def test_a_relative_is_never_repaired_into_kimi_k3(bench: Bench, tmp_path: Path) -> None:
+    for document in RELATIVES:
+        with pytest.raises(InputError, match="a relative of Kimi-K3"):
+            write_fixed_copy(bench(document), tmp_path / "fixed.json")
+    assert not (tmp_path / "fixed.json").exists()
+
+
+def test_an_older_model_is_mended_to_what_it_reads_and_not_to_kimi_k3(bench: Bench, tmp_path: Path) -> None:
+    absent = dict.fromkeys(("transparent_bg_config", "transparent_bg_fill_stage"), ABSENT)
+    older = {"auto_map": {"AutoProcessor": "kimi_k25_processor.KimiK25Processor"}}
+    found = bench({**older, **nested(in_patch_limit=16384, **absent)})
+    assert found.config is not None
+    write_fixed_copy(found, tmp_path / "fixed.json")
+    assert diagnose(tmp_path / "fixed.json").config == found.config
+    with pytest.raises(InputError, match=r"Kimi-K2.5 or K2.6 without in_patch_limit"):
+        write_fixed_copy(bench({**older, **nested(in_patch_limit=ABSENT)}), tmp_path / "other.json")
 
 
 def test_a_key_that_stands_outside_is_restored_with_its_own_value(bench: Bench, tmp_path: Path) -> None:
     target = tmp_path / "fixed.json"
     document = {**nested(in_patch_limit=ABSENT), "in_patch_limit": 16384}
-    assert write_fixed_copy(bench(document), target) == ("in_patch_limit",)
+    assert write_fixed_copy(bench(document), target).restored == ("in_patch_limit",)
     config = diagnose(target).config
     assert config is not None
     assert config.in_patch_limit == 16384
@@ -350,8 +471,8 @@ def test_numbers_stay_as_they_are(bench: Bench, tmp_path: Path) -> None:
 
 def test_the_deepest_file_that_is_read_can_be_mended(bench: Bench, tmp_path: Path) -> None:
     deep = json.loads("[" * 198 + "]" * 198)
-    assert write_fixed_copy(bench(nested(patch_size=ABSENT, x=deep)), tmp_path / "fixed.json") == ("patch_size",)
-    assert diagnose(tmp_path / "fixed.json").problems == ()
+    assert write_fixed_copy(bench(nested(patch_size=ABSENT, x=deep)), tmp_path / "fixed.json").restored
+    assert diagnose(tmp_path / "fixed.json").errors == ()
 
 
 @pytest.mark.parametrize("size", [0, 50_000])
@@ -359,7 +480,8 @@ def test_a_disk_that_fills_up_leaves_no_half_config(bench: Bench, tmp_path: Path
     bench(nested(patch_size=ABSENT, x="y" * size))
     script = (
         "import resource, sys; from pathlib import Path\n"
-        "from kimik3_prep.checkpoint.config import diagnose, write_fixed_copy\n"
+        "from kimik3_prep.checkpoint.config import diagnose\n"
+        "from kimik3_prep.checkpoint.mend import write_fixed_copy\n"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (400, 400))\n"
         "write_fixed_copy(diagnose(Path(sys.argv[1])), Path(sys.argv[2]))\n"
     )
@@ -371,12 +493,12 @@ def test_a_disk_that_fills_up_leaves_no_half_config(bench: Bench, tmp_path: Path
 
 def test_the_folder_of_the_copy_has_to_exist(bench: Bench, tmp_path: Path) -> None:
     with pytest.raises(InputError, match="its folder does not exist"):
-        write_fixed_copy(bench(nested()), tmp_path / "none" / "fixed.json")
+        write_fixed_copy(bench(nested(patch_size=ABSENT)), tmp_path / "none" / "fixed.json")
 
 
 def test_an_empty_media_proc_cfg_can_be_mended(bench: Bench, tmp_path: Path) -> None:
     target = tmp_path / "fixed.json"
-    assert write_fixed_copy(bench({"media_proc_cfg": {}}), target) == config_rules.RESTORED
+    assert write_fixed_copy(bench({"media_proc_cfg": {}}), target) == Mended(config_rules.RESTORED)
     assert diagnose(target).problems == ()
 
 

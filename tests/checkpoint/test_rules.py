@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import ABSENT, BOARD, PUBLISHED, Bench, nested
+from conftest import ABSENT, BOARD, PUBLISHED, RELATIVES, Bench, nested
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -104,7 +104,8 @@ def test_a_near_miss_of_a_missing_key(bench: Bench, wrong: str, key: str) -> Non
     problem = bench.only(nested(**{key: ABSENT, wrong: PUBLISHED[key]}))
     assert f'was "{wrong}" meant to be {key}?' in problem.hint
     assert "meant" not in bench.only(nested(patch_limit_on_one_side=ABSENT, patch_sizes=14)).hint  # patch_size is there
-    assert bench(nested(**{wrong: PUBLISHED[key]})).problems == ()  # nothing is missing: an extra key, legal
+    found = bench(nested(**{wrong: PUBLISHED[key]}))  # nothing is missing: an extra key, legal
+    assert [problem.what for problem in found.problems] == ["nothing reads this key"]
 
 
 def test_a_video_key_is_no_near_miss(bench: Bench) -> None:
@@ -125,8 +126,8 @@ def test_a_near_miss_of_an_optional_key_is_a_warning(bench: Bench, wrong: str, k
     assert found.config is not None
     near = [problem for problem in found.warnings if problem.where.endswith(f": media_proc_cfg.{wrong}")]
     assert [problem.hint for problem in near] == [f"was {key} meant?"]
-    extra = {wrong: PUBLISHED[key]}
-    assert bench(nested(**extra)).problems == ()  # the key itself is there, so the other one is only an extra key
+    extra = {wrong: PUBLISHED[key]}  # the key itself is there, so the other one is only an extra key
+    assert [problem.what for problem in bench(nested(**extra)).problems] == ["nothing reads this key"]
 
 
 def test_a_near_miss_with_a_line_break_is_shown_on_one_line(bench: Bench) -> None:
@@ -421,7 +422,61 @@ def test_none_of_our_keys(bench: Bench) -> None:
     assert "none of Kimi-K3's own keys" in bench.only({"patch_size": 14}).what
     assert "model's config.json" in bench.only({"model_type": "kimi_k3", "architectures": ["K"]}).hint
     assert 'was "media_proc_config" meant to be media_proc_cfg?' in bench.only({"media_proc_config": PUBLISHED}).hint
-    assert "a config of KimiVLImageProcessor: it" in bench.only({"image_processor_type": "KimiVLImageProcessor"}).what
+    assert "a config of KimiK3ImageProcessor: it" in bench.only({"image_processor_type": "KimiK3ImageProcessor"}).what
+
+
+@pytest.mark.parametrize("document", RELATIVES)
+def test_a_relative_is_refused_by_name(bench: Bench, document: dict[str, Any]) -> None:
+    problem = bench.only(document)
+    assert problem.what.startswith("this is a config of Kimi") or "kimi_vl" in problem.what
+    assert "a relative of Kimi-K3 that prepares images in another way" in problem.what
+    assert bench(document).settings == ()
+
+
+@pytest.mark.parametrize("name", ["KimiK3Processor", "KimiK25VisionProcessor", "Kimi-K2.6", "kimi_k3", "KimiProcessor"])
+def test_kimi_k3_and_the_older_models_are_no_relatives(bench: Bench, name: str) -> None:
+    for document in ({"processor_class": name, **nested()}, {"auto_map": {"AutoProcessor": f"x.{name}"}, **nested()}):
+        assert bench(document).config is not None
+
+
+def test_another_model_that_lacks_keys_is_not_mended_into_this_one(bench: Bench) -> None:
+    document = {"processor_class": "OtherProcessor", "patch_limit_on_one_side": 512, "patch_size": 14}
+    assert "a config of OtherProcessor, not of Kimi-K3: keys of Kimi-K3 are missing" in bench.only(document).what
+
+
+# --- one level down, as transformers 5 writes it ---
+
+
+@pytest.mark.parametrize("inside", [nested(), PUBLISHED])
+def test_settings_one_level_down(bench: Bench, inside: dict[str, Any]) -> None:
+    document = {"processor_class": "KimiK3Processor", "image_processor": {**inside, "image_processor_type": "x"}}
+    assert bench(document).problems == ()
+    assert bench(document).config == bench(nested()).config
+
+
+def test_problems_one_level_down_have_their_path(bench: Bench) -> None:
+    problem = bench.only({"image_processor": nested(patch_size="14")})
+    assert problem.where == "image_processor.media_proc_cfg.patch_size"
+    assert bench.only({"image_processor": {**PUBLISHED, "patch_size": 0}}).where == "image_processor.patch_size"
+    assert bench.only({"image_processor": {"media_proc_cfg": None}}).where == "image_processor.media_proc_cfg"
+    problem = bench.only({**nested(), "image_processor": nested(in_patch_limit=9)})
+    assert problem.where == "image_processor.media_proc_cfg.in_patch_limit"
+    assert problem.what == "media_proc_cfg says 65536, image_processor.media_proc_cfg says 9"
+
+
+# --- keys that nothing reads ---
+
+
+def test_unknown_keys_are_a_warning(bench: Bench) -> None:
+    found = bench(nested(colour=1, **{"a\nb": 2}))
+    assert found.config is not None
+    assert [(problem.where, problem.what) for problem in found.warnings] == [
+        (f"{bench.path}: media_proc_cfg.colour", "nothing reads this key"),
+        (f'{bench.path}: media_proc_cfg["a\\nb"]', "nothing reads this key"),
+    ]
+    assert len(bench(nested(**{f"x{number}": 1 for number in range(30_000)})).warnings) == 21
+    usual = {"auto_map": {}, "image_processor_type": "x", "processor_class": "KimiK3Processor"}
+    assert bench({**PUBLISHED, **usual}).problems == ()
 
 
 def test_a_name_with_control_characters_is_shown_escaped(bench: Bench) -> None:

@@ -10,7 +10,7 @@ import pytest
 from conftest import HOSTILE, recipe
 from rich.console import Console
 
-from kimik3_prep.checkpoint.config import Diagnosis, Setting
+from kimik3_prep.checkpoint.config import Diagnosis, Mended, Setting
 from kimik3_prep.checkpoint.levels import DTYPES
 from kimik3_prep.errors import InputError, Problem, RunError, TooManyFailures
 from kimik3_prep.manifest.report import PassedOver
@@ -313,8 +313,20 @@ def test_a_diagnosis(capsys: Capture) -> None:
         "setting     value            published        from",
         "patch_size  14               14               file",
         "image_mean  [0.4, 0.5, 0.5]  [0.5, 0.5, 0.5]  file",
+        "1 setting differs from the published ones: image_mean",
     ]
     assert said.err == "error: c.json: x: no\n"
+
+
+def test_what_was_mended_is_said(capsys: Capture) -> None:
+    diagnosis = Diagnosis(Path("c.json"), None, (), ())
+    for mended, line in (
+        (Mended(("patch_size",), {"in_patch_limt": "in_patch_limit"}), "renamed in_patch_limt to in_patch_limit\n"),
+        (Mended(("patch_size",)), "restored patch_size\n"),
+        (Mended(), "no key is missing: no copy was written\n"),
+    ):
+        answers.print_config(diagnosis.report(mended))
+        assert line in capsys.readouterr().out
 
 
 def test_a_value_that_is_not_the_published_one_stands_out(monkeypatch: pytest.MonkeyPatch) -> None:
