@@ -184,6 +184,9 @@ def encode(
     image_root: Annotated[
         Path | None, typer.Option(help="Refuse a manifest that names files outside this folder, or URLs.")
     ] = None,
+    on_missing: Annotated[
+        Literal["stop", "record"], typer.Option(help="Where none of the first files is there: stop, or go on.")
+    ] = "stop",
     on_error: Annotated[
         Literal["record", "fail"], typer.Option(help="Record a failed item and go on, or stop the run.")
     ] = "record",
@@ -224,8 +227,9 @@ def encode(
         max_tokens=max_tokens,
         exif=exif,
         formats=parse_formats(formats),
-        select=Selection(tuple(image_field or ()), tuple(id_field or ()), number_rows),
+        select=Selection(tuple(image_field or ()), tuple(id_field or ()), number_rows, parse_formats(formats)),
         image_dir=image_dir,
+        on_missing=on_missing,
         limit=limit,
         max_pixels=max_pixels,
         memory=check.parse_size(memory, "--memory") if memory else None,

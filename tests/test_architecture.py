@@ -22,9 +22,9 @@ CONTRIBUTING = ROOT / ".github" / "CONTRIBUTING.md"
 HOUSE: dict[str, tuple[str, ...]] = {
     "": ("__init__", "errors", "strict_json", "disk", "remote"),
     "checkpoint": ("levels", "grid", "rules", "config", "mend"),
-    "images": ("address", "cell", "source", "formats", "decode"),
+    "images": ("address", "cell", "packed", "source", "formats", "decode"),
     "manifest": ("report", "magic", "row", "text", "tar", "columns", "folder", "read", "missing", "write"),
-    "pixels": ("resample", "tensors", "cpu", "device", "ready"),
+    "pixels": ("lent", "resample", "tensors", "cpu", "device", "ready"),
     "output": ("recipe", "tables", "shard_file", "folder", "mirror", "totals"),
     "run": (
         *("machine", "spool", "item", "worker", "workers", "shard", "ray"),

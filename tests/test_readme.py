@@ -15,6 +15,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from conftest import Run
 from PIL import Image
+from stand_ins import tiny_tokenizer
 
 from kimik3_prep.errors import ItemErrorCode
 from kimik3_prep.manifest.row import ID_KEYS, IMAGE_KEYS
@@ -56,29 +57,81 @@ def test_the_worked_example_is_what_the_commands_print(run: Run, tmp_path: Path)
     assert set(run("manifest", "sample", "-o", "pictures.jsonl").stderr.splitlines()) <= shown
     with Image.open(tmp_path / "pictures" / "items-01.png") as drawn, Image.open(SHEET) as printed:
         assert drawn.tobytes() == printed.tobytes()
-    example = README.split("```python\n")[1].split("```")[0]
-    code = f"{example}\nprint(list(pixel_values.shape), grid_thw)"
-    printed = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True)
-    assert printed.stdout == "[3700, 3, 14, 14] [1, 50, 74]\n"
-    section = README.split("## Using the features")[1].split("\n## ")[0]
-    look, train, serve = (block.split("```")[0] for block in section.split("```python\n")[1:])
-    assert python(look, tmp_path) == (
-        "torch.Size([3700, 3, 14, 14]) (1, 50, 74) 925 (1024, 683)\n"
-        "Rows of hills in the evening sun\nline 13, cut-off: truncated\n"
-    )
-    epochs = [line.split("(")[0].split()[0] for line in python(train, tmp_path).splitlines()]
+    # float32 and uint8 shards give the same values without this package
+    levels = run("encode", "sample/manifest.jsonl", *config, "--dtype", "uint8", "--output", "levels")
+    assert levels.returncode == 1
+    told = "print(list(pixel_values.shape), str(pixel_values.dtype), grid_thw, pixel_values.astype('f8').sum())"
+    alone = snippet("Read without this package")
+    values, recoded = python(f"{alone}\n{told}\n{alone.replace('features/', 'levels/')}\n{told}", tmp_path).splitlines()
+    assert values == recoded
+    assert values.startswith("[3700, 3, 14, 14] float32 [1, 50, 74] ")
+    assert snippet("Train").count('"features"') == 1
+    epochs = [
+        line.split()[0] for line in python(snippet("Train").replace('"features"', '"levels"'), tmp_path).splitlines()
+    ]
     assert epochs == sorted(epochs)
     assert set(epochs) == {"0", "1"}
-    told = python(f"{serve}\nprint(prompt.count('pad'), *image_data[0], *for_vllm, *hashes)", tmp_path)
-    assert re.fullmatch(
-        r"1339 format modality pixel_values image_grid_thw pixel_values grid_thws( sha256:[0-9a-f]{64}){2}\n", told
-    )
+    tiny_tokenizer().save_pretrained(tmp_path / "CHECKPOINT")
+    code = [snippet("Serve with SGLang"), snippet("FeatureStore"), VLLM, snippet("Serve with vLLM"), "print(inputs)"]
+    served = python("\n".join(code), tmp_path).splitlines()
+    assert served[0].endswith(" format modality pixel_values image_grid_thw offsets")
+    assert int(served[0].split()[0]) > 925 + 414
+    assert served[1:4] == [
+        "torch.Size([3700, 3, 14, 14]) (1, 50, 74) 925 (1024, 683)",
+        "Rows of hills in the evening sun",
+        "line 13, cut-off: truncated",
+    ]
+    assert served[4:] == ["torch.uint8 [5356, 3, 14, 14] [[1, 50, 74], [1, 46, 36]]"]
+
+
+def snippet(heading: str) -> str:
+    """The first Python block under a heading or in the folded section of that name."""
+    (begin,) = (match.end() for match in re.finditer(rf"^## {heading}$|<b>{heading}</b>", README, re.MULTILINE))
+    return README[begin:].split("```python\n")[1].split("```")[0]
+
+
+#: Stands in for the two modules of vLLM that `vllm_inputs` asks; what it builds is printed in short.
+VLLM = """
+import sys, types
+from types import SimpleNamespace
+def short(ids, items, hashes, ranges):
+    pixels = items["pixel_values"]
+    return f"{pixels.dtype} {list(pixels.shape)} {items['grid_thws'].tolist()}"
+engine, inputs = types.ModuleType("vllm.inputs.engine"), types.ModuleType("vllm.multimodal.inputs")
+engine.mm_input = short
+inputs.PlaceholderRange = lambda **place: place
+inputs.MultiModalKwargsItems = SimpleNamespace(from_hf_inputs=lambda features, fields: dict(features))
+inputs.MultiModalFieldConfig = SimpleNamespace(flat_from_sizes=lambda *a, **k: a, batched=lambda *a, **k: a)
+for name in ("vllm", "vllm.inputs", "vllm.multimodal"):
+    sys.modules[name] = types.ModuleType(name)
+sys.modules |= {"vllm.inputs.engine": engine, "vllm.multimodal.inputs": inputs}
+"""
 
 
 def python(code: str, folder: Path) -> str:
     """What a snippet prints when it is run as a file."""
     (folder / "snippet.py").write_text(code)
     return subprocess.run([sys.executable, "snippet.py"], cwd=folder, capture_output=True, text=True, check=True).stdout
+
+
+def test_every_python_block_is_run_by_the_test_above() -> None:
+    run = [snippet(name) for name in ("Read without this package", "Train", "Serve with SGLang", "Serve with vLLM")]
+    assert sorted([*run, snippet("FeatureStore")]) == sorted(re.findall("```python\n(.*?)```", README, re.DOTALL))
+
+
+def test_what_stands_before_the_folds_is_short() -> None:
+    assert README.partition("<details>")[0].count("\n") <= 200
+
+
+def test_options_and_scripts_that_are_named_are_there(run: Run) -> None:
+    commands = ("encode", "manifest", "inspect", "verify", "finish", "validate-config")
+    known = set(re.findall(r"--[a-z][a-z-]+", "".join(run(name, "--help").stdout for name in commands)))
+    lines = re.findall(r"^ +(?:\$ )?kimik3-prep .*", README, re.MULTILINE)
+    assert len(lines) > 10
+    named = {option for line in lines for option in re.findall(r"--[a-z][a-z-]+", line.partition("#")[0])}
+    assert named - known == set()
+    for path in re.findall(r"`(scripts/[\w/.]+)", README):
+        assert (ROOT / path).exists(), path
 
 
 def test_the_table_of_item_errors_names_every_code() -> None:

@@ -15,10 +15,10 @@ import os
 import re
 import stat
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import BinaryIO, cast
+from typing import Any, BinaryIO, cast
 from urllib.parse import unquote, unquote_to_bytes
 
 from PIL import Image, UnidentifiedImageError
@@ -27,6 +27,7 @@ from kimik3_prep import remote
 from kimik3_prep.errors import ItemError, ItemErrorCode, NoMoreFiles, PrepError
 from kimik3_prep.images.address import TableCell, TarMember, is_data_url, split
 from kimik3_prep.images.cell import read_cell
+from kimik3_prep.images.packed import looks_packed, packing_of, read_part
 
 _READ_WHOLE = 256 << 20  # bytes; a larger file is hashed in pieces and decoded from disk
 
@@ -101,7 +102,9 @@ def opened(source: str | Encoded, whole: bool) -> Iterator[tuple[BinaryIO, Stamp
         with _regular_file(source) as file:
             status = os.fstat(file.fileno())
             stamp = Stamp(status.st_size, status.st_mtime_ns)  # of the file around it, where the image is a member
-            if isinstance(inside, TarMember):
+            if isinstance(inside, TarMember) and packing_of(os.pread(file.fileno(), 8, 0)) is not None:
+                yield io.BytesIO(_unpacked(lambda: _regular_file(source), (source, stamp), inside)), stamp
+            elif isinstance(inside, TarMember):
                 if inside.begin + inside.size > status.st_size:
                     raise ItemError("truncated", "the archive ends before the member does")
                 part = _part_of(file.fileno(), inside)
@@ -122,6 +125,10 @@ def _opened_object(
         version = (url, *(str(about.get(name)) for name in ("size", "ETag", "etag", "mtime", "updated", "created")))
         with io.BufferedReader(remote.opened(url), _PIECE_OF_A_TABLE) as table:
             content = read_cell(cast("BinaryIO", table), version, inside)
+    elif inside is not None and looks_packed(url):
+        content = _unpacked(
+            lambda: cast("BinaryIO", io.BufferedReader(remote.opened(url), _PIECE_OF_A_TABLE)), url, inside
+        )
     elif whole:
         content = remote.read(url) if inside is None else remote.opened(url, inside.begin, inside.size).readall()
     else:
@@ -133,6 +140,18 @@ def _opened_object(
             yield (io.BytesIO(head) if in_memory else cast("BinaryIO", pieces)), _stamp(raw.size(), head)
         return
     yield io.BytesIO(content), _stamp(len(content), content[:_HEAD])
+
+
+def _buffered(url: str) -> BinaryIO:
+    return cast("BinaryIO", io.BufferedReader(remote.opened(url), _PIECE_OF_A_TABLE))
+
+
+def _unpacked(open_file: Callable[[], BinaryIO], version: Any, member: TarMember) -> bytes:
+    """A member of a compressed tar."""
+    content = read_part(open_file, version, member.begin, member.size)
+    if len(content) < member.size:
+        raise ItemError("truncated", "the archive ends before the member does")
+    return content
 
 
 def _part_of(descriptor: int, member: TarMember) -> remote.OffsetFile:

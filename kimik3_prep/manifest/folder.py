@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kimik3_prep import remote
-from kimik3_prep.manifest.magic import SUFFIXES, suffix_of
+from kimik3_prep.manifest.magic import suffix_of
 from kimik3_prep.manifest.report import Report
 from kimik3_prep.manifest.row import Row
 from kimik3_prep.remote import scheme
@@ -38,7 +38,7 @@ class Folder:
     others: list[str] = field(default_factory=list)
 
     @classmethod
-    def of(cls, names: Iterator[str]) -> Folder:
+    def of(cls, names: Iterator[str], image_suffixes: frozenset[str]) -> Folder:
         """The files sorted by what their names say they are."""
         folder = cls()
         for name in names:
@@ -46,7 +46,7 @@ class Folder:
             suffix = suffix_of(plain)
             if os.path.basename(name) in _METADATA:
                 folder.metadata.append(name)
-            elif suffix in SUFFIXES:
+            elif suffix in image_suffixes:
                 folder.images.append(name)
             else:
                 kinds = (

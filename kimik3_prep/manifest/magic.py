@@ -6,14 +6,19 @@ import base64
 import binascii
 import re
 import tarfile
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from PIL import Image
 
 from kimik3_prep.images.decode import FORMATS
+from kimik3_prep.images.packed import PACKINGS
 
 #: What file names of images end in: the suffixes Pillow gives the formats that are decoded.
 SUFFIXES = frozenset(suffix for suffix, name in Image.EXTENSION.items() if name in (*FORMATS, "MPO", "DIB"))
+
+#: Those of formats that packages of their own read, by the names in `EXTRAS`.
+_EXTRA_SUFFIXES = {"heif": (".heic", ".heif", ".hif"), "jxl": (".jxl",)}
 
 #: Bytes that tell the kind of a file: a tar has its mark in the first block.
 START = 512
@@ -50,10 +55,7 @@ _MAGIC: tuple[tuple[int, bytes, Kind], ...] = (
     (0, b"PAR1", Kind("parquet", "Parquet")),
     (0, b"ARROW1", Kind("arrow", "Arrow")),
     (0, b"\xff\xff\xff\xff", Kind("arrow", "Arrow")),
-    (0, b"\x1f\x8b", Kind("packed", "gzip")),
-    (0, b"BZh", Kind("packed", "bz2")),
-    (0, b"\xfd7zXZ\0", Kind("packed", "xz")),
-    (0, b"\x28\xb5\x2f\xfd", Kind("packed", "zstd")),
+    *((0, magic, Kind("packed", packing)) for magic, packing in PACKINGS.items()),
     (0, b"PK\x03\x04", Kind("other", "a zip archive", f"name its images as zip://NAME::FILE.zip, or {_EXTRACT}")),
     (0, b"7z\xbc\xaf\x27\x1c", Kind("other", "a 7z archive", _EXTRACT)),
     (0, b"Rar!", Kind("other", "a RAR archive", _EXTRACT)),
@@ -116,6 +118,14 @@ def suffix_of(name: str) -> str:
     return name[dot:].lower() if dot > 0 else ""
 
 
+def suffixes(formats: Iterable[str]) -> frozenset[str]:
+    """The suffixes of images, with those of extra formats."""
+    return SUFFIXES.union(*(_EXTRA_SUFFIXES[name] for name in formats))
+
+
+_ALL_SUFFIXES = suffixes(_EXTRA_SUFFIXES)
+
+
 def names_an_image(text: str) -> bool:
-    """Whether a text is a path or URL with the suffix of an image."""
-    return len(text) < 4096 and suffix_of(text) in SUFFIXES and "\n" not in text and "\0" not in text
+    """Whether a text is a path or URL with the suffix of an image, also of a format only read when asked for."""
+    return len(text) < 4096 and suffix_of(text) in _ALL_SUFFIXES and "\n" not in text and "\0" not in text

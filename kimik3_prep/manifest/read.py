@@ -6,10 +6,8 @@ table of `ITEM_SCHEMA`, because a million Python objects would not fit where a m
 
 from __future__ import annotations
 
-import bz2
 import csv
 import glob
-import gzip
 import hashlib
 import io
 import lzma
@@ -30,9 +28,10 @@ import pyarrow as pa
 
 from kimik3_prep import remote
 from kimik3_prep.errors import Problem
+from kimik3_prep.images.packed import Unpacked
 from kimik3_prep.manifest.columns import arrow_rows, parquet_rows
 from kimik3_prep.manifest.folder import Folder, files_of, image_rows, saved_dataset
-from kimik3_prep.manifest.magic import START, SUFFIXES, kind_of
+from kimik3_prep.manifest.magic import START, SUFFIXES, kind_of, suffixes
 from kimik3_prep.manifest.report import MAX_PROBLEMS, PassedOver, Report, show
 from kimik3_prep.manifest.row import NO_SELECTION, Item, Row, Selection, read_row
 from kimik3_prep.manifest.tar import tar_rows
@@ -97,8 +96,8 @@ def read_manifest(
     """
     report = Report()
     digest = hashlib.sha256()
-    if select != NO_SELECTION:
-        digest.update(repr(select).encode())
+    if select.is_said:
+        digest.update(repr((select.image_fields, select.id_fields, select.number_rows)).encode())
     name = "<stdin>" if path == "-" else path
     base = base_of(path) if image_dir is None else image_dir if scheme(image_dir) else os.path.abspath(image_dir)
     source = _Source(path, name, base, select, digest, report)
@@ -266,7 +265,7 @@ class _Source:
         if files is not None:
             yield from self._part_rows([_joined(path, file) for file in files])
             return
-        folder = Folder.of(iter(files_of(path, self.report)))
+        folder = Folder.of(iter(files_of(path, self.report)), suffixes(self.select.formats))
         parts = folder.tars or (folder.tables if not folder.images or self._hold_images(path, folder.tables) else [])
         if parts:
             rest = (folder.images, folder.metadata, folder.lists, [] if parts is folder.tables else folder.tables)
@@ -307,13 +306,13 @@ class _Source:
                 raise OSError(f"{what}: name the file, a pipe has no end")
             address = name_from(self.base, path)
             if kind.role == "packed":
-                yield from self._packed_rows(file, kind.name, name)
+                yield from self._packed_rows(file, kind.name, path, address, name)
             elif kind.role == "parquet":
                 yield from parquet_rows(file, address, name, self.digest, self.report, self.select)
             elif kind.role == "arrow":
                 yield from arrow_rows(file, address, name, self.digest, self.report, self.select)
             elif kind.role == "tar":
-                yield from tar_rows(file, address, name, self.digest, self.report)
+                yield from tar_rows(file, address, name, self.digest, self.report, suffixes(self.select.formats))
             elif kind.role == "image" or (kind.role == "text" and os.path.splitext(path)[1].lower() in SUFFIXES):
                 self.digest.update(f"{address}\0".encode())
                 yield Row("1", {"image": address})
@@ -322,14 +321,16 @@ class _Source:
             else:
                 self.report.add(name, f"it is {kind.name}", "rows, tables, tars or images", kind.way)
 
-    def _packed_rows(self, file: BufferedReader, packing: str, name: str) -> Iterator[Row]:
-        with _unpacked(file, packing) as plain:
-            kind = kind_of(plain.peek(START)[:START])
-            if kind.role != "text":
-                raise OSError(
-                    f"it is {kind.name} that is compressed, whose images have no offsets: decompress it first"
-                )
+    def _packed_rows(self, file: BufferedReader, packing: str, path: str, address: str, name: str) -> Iterator[Row]:
+        """The rows of what a compressed file holds."""
+        plain = cast("BufferedReader", io.BufferedReader(Unpacked(file, packing)))
+        kind = kind_of(plain.peek(START)[:START])
+        if kind.role == "text":
             yield from text_rows(plain, name, self.digest, self.report)
+        elif kind.role == "tar" and (scheme(path) or os.path.isfile(path)):
+            yield from tar_rows(plain, address, name, self.digest, self.report, suffixes(self.select.formats))
+        else:
+            raise OSError(f"it is {kind.name} that is compressed, in which no image has a place: decompress it first")
 
 
 def _is_folder(path: str) -> bool:
@@ -338,13 +339,6 @@ def _is_folder(path: str) -> bool:
 
 def _joined(folder: str, name: str) -> str:
     return f"{folder.rstrip('/')}/{name}" if scheme(folder) else os.path.join(folder, name)
-
-
-def _unpacked(file: BufferedReader, packing: str) -> BufferedReader:
-    if packing == "zstd":
-        return io.BufferedReader(cast("io.RawIOBase", pa.CompressedInputStream(pa.PythonFile(file), "zstd")))
-    kinds: dict[str, Any] = {"gzip": gzip.open, "bz2": bz2.open, "xz": lzma.open}
-    return cast("BufferedReader", kinds[packing](file))
 
 
 # --- ids ----------------------------------------------------------------------------------------------------------

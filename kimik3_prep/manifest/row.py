@@ -22,6 +22,7 @@ BACKENDS = ("cpu", "gpu")
 
 #: Fields that hold images where none of `IMAGE_KEYS` does.
 _MORE_KEYS = ("images", "image_paths", "image_url", "image_urls", "image_list")
+_KNOWN_KEYS = (*IMAGE_KEYS, *_MORE_KEYS)
 #: Where an object names its image: in bytes, then by a path, then by an address.
 _ADDRESS_KEYS = (
     *("bytes", "path", "image_path", "file_name", "image_name", "image", "filename"),
@@ -38,6 +39,9 @@ _NOT_IMAGE_SUFFIXES = (
 _FEATURES = (".safetensors", ".npy")
 #: Fields of an item: where a row of several images has them, they speak of the row.
 _OF_AN_ITEM = ("id", "image", "type", "modality", "backend", "content_hash", "width", "height", "features", "grid_thw")
+#: A path that needs no second look: neither a URL nor of another medium.
+_PLAIN = re.compile(r"[^:]{1,1000}\.(?:jpe?g|png|webp|gif|bmp|tiff?)", re.IGNORECASE)
+_NOTHING: dict[str, Any] = {}
 _FILE_URL = re.compile(r"file://(localhost)?/", re.IGNORECASE)
 _HASH = re.compile(r"sha256:[0-9a-f]{64}")
 _STEP = re.compile(r"([^.\[\]]+)|\[(\*|\d+)\]")
@@ -61,6 +65,13 @@ class Selection:
     """Fields whose values make the id, joined by `/`."""
     number_rows: bool = False
     """Call each row by its number, from 0."""
+    formats: tuple[str, ...] = ()
+    """Formats that packages of their own read: their files are images of a folder or a tar as well."""
+
+    @property
+    def is_said(self) -> bool:
+        """Whether a person chose fields or ids."""
+        return bool(self.image_fields or self.id_fields or self.number_rows)
 
 
 #: A person who says nothing.
@@ -142,12 +153,14 @@ def read_row(row: Row, number: int, where: str, report: Report, select: Selectio
         pictures = _Pictures([file], False, ("features",))
     else:
         pictures = _find(rest, row.cells, select, where, report)
-    images = [picture for picture in pictures.found if picture is not None]
+    images = [picture for picture in pictures.found if picture]
     if not images and report.total == before:  # nothing said yet explains why there is none
         _pass_over(rest, where, report)
         return []
-    kept = {key: value for key, value in rest.items() if key not in pictures.fields}
-    if any(is_data_url(picture.image) for picture in images):
+    kept = rest
+    for field in pictures.fields:
+        kept.pop(field, None)
+    if any(picture.image[:5].lower() == "data:" for picture in images) and any(map(_holds_more, kept.values())):
         kept = {
             key: _without_pictures(value) if isinstance(value, (dict, list)) else value for key, value in kept.items()
         }
@@ -168,9 +181,9 @@ def read_row(row: Row, number: int, where: str, report: Report, select: Selectio
     id = _take_id(kept, images[0].image if images else None, number, where, report, select)
     if not images or not id:
         return []
-    if select != NO_SELECTION:
+    if select.is_said:
         kept = _renamed(kept, ("id", "image"))
-    extra = _extra({**kept, **images[0].said}, where, report)
+    extra = _extra({**kept, **images[0].said} if images[0].said else kept, where, report)
     path: Literal["deferred", "local"] = "local" if local else "deferred"
     return [Item(0, line, id, images[0].image, path, backend, content_hash, width, height, grid_thw, extra)]
 
@@ -197,7 +210,7 @@ def _pass_over(rest: dict[str, Any], where: str, report: Report) -> None:
         return
     near = ""
     for key, value in rest.items():
-        if value in _EMPTY or key in (*IMAGE_KEYS, *_MORE_KEYS):
+        if value in _EMPTY or key in _KNOWN_KEYS:
             continue
         if names := difflib.get_close_matches(key.lower(), IMAGE_KEYS, 1, 0.6):
             near = f' (was "{names[0]}" meant by "{key[:80]}"?)'
@@ -224,9 +237,9 @@ def _find(rest: dict[str, Any], cells: tuple[str, ...], select: Selection, where
     if any(value not in _EMPTY for _, value in in_cells):
         return _of_fields(in_cells, where, report)
     page = ""
-    for key in (*IMAGE_KEYS, *_MORE_KEYS):
+    for key in _KNOWN_KEYS:
         value = rest.get(key)
-        if value in _EMPTY:
+        if not value and value in _EMPTY:
             continue
         if key == "url" and _is_page(value):
             page = key
@@ -235,6 +248,8 @@ def _find(rest: dict[str, Any], cells: tuple[str, ...], select: Selection, where
         pictures = _of_fields([(key, value)], where, report)
         if any(pictures.found) or report.total > before:
             return pictures
+    if cells:  # a row of a table of images, without one
+        return _Pictures([])
     looked = _by_looks({key: value for key, value in rest.items() if key != page})
     return looked if looked.found or not page else _of_fields([(page, rest[page])], where, report)
 
@@ -246,6 +261,9 @@ def _is_page(value: Any) -> bool:
 
 def _of_fields(fields: list[tuple[str, Any]], where: str, report: Report) -> _Pictures:
     """The images of fields that are known to hold some."""
+    if len(fields) == 1 and isinstance(fields[0][1], str):  # nearly every row of nearly every source
+        key, value = fields[0]
+        return _Pictures([_picture(value, key, key, where, report)], False, (key,))
     found: list[_Picture | None] = []
     for key, value in fields:
         parts = [(f"{key}[{n}]", part) for n, part in enumerate(value)] if isinstance(value, list) else [(key, value)]
@@ -256,6 +274,8 @@ def _of_fields(fields: list[tuple[str, Any]], where: str, report: Report) -> _Pi
 
 def _picture(value: Any, key: str, role: str, where: str, report: Report) -> _Picture | None:
     """The image that a string or an object names; a problem where it names none."""
+    if type(value) is str and _PLAIN.fullmatch(value):
+        return _Picture(value, role, _NOTHING)
     if isinstance(value, Cell):
         return _Picture(str(value), role, {} if value.path is None else {"image_path": value.path})
     if isinstance(value, dict):
@@ -406,6 +426,8 @@ def reach(row: Any, path: str) -> list[tuple[str, Any]]:
 
 def _check_type(rest: dict[str, Any], where: str, report: Report) -> None:
     """Report a row that says it is no image. A `type` with other words is a field like any."""
+    if "type" not in rest and "modality" not in rest:
+        return
     for key in ("type", "modality"):
         value = rest.get(key)
         word = value.lower() if isinstance(value, str) else ""

@@ -42,6 +42,7 @@ class _Member:
     """Empty for a regular file, else what it is."""
     begin: int
     size: int
+    is_image: bool
 
     @property
     def key(self) -> str:
@@ -59,12 +60,10 @@ class _Member:
         """Whether macOS put it there to remember the attributes of another file."""
         return self.name.rpartition("/")[2].startswith("._")
 
-    @property
-    def is_image(self) -> bool:
-        return suffix_of(self.name) in SUFFIXES
 
-
-def tar_rows(file: BinaryIO, tar: str, name: str, digest: Any, report: Report) -> Iterator[Row]:
+def tar_rows(
+    file: BinaryIO, tar: str, name: str, digest: Any, report: Report, image_suffixes: frozenset[str] = SUFFIXES
+) -> Iterator[Row]:
     """A row for each image, with what stands beside it: members of one key are a sample, as in WebDataset.
 
     `tar` is what image strings call the archive, `name` what people do. `digest` gets the headers and the `.json` and
@@ -73,7 +72,7 @@ def tar_rows(file: BinaryIO, tar: str, name: str, digest: Any, report: Report) -
     contents: dict[str, bytes] = {}
     samples: dict[str, list[_Member]] = {}
     run: list[_Member] = []  # members of one key that follow each other
-    for member in _members(file, digest):
+    for member in _members(file, digest, image_suffixes):
         if run and member.key != run[0].key:
             _digest_descriptions(run, file, digest, contents)
             run = []
@@ -157,7 +156,7 @@ def _beside(
 # --- headers ------------------------------------------------------------------------------------------------------
 
 
-def _members(file: BinaryIO, digest: Any) -> Iterator[_Member]:
+def _members(file: BinaryIO, digest: Any, image_suffixes: frozenset[str]) -> Iterator[_Member]:
     """All members but folders, in order, also those of archives that follow. The file may be moved between two."""
     total = file.seek(0, 2)
     place = 0
@@ -190,7 +189,8 @@ def _members(file: BinaryIO, digest: Any) -> Iterator[_Member]:
             if kind != tarfile.DIRTYPE:
                 odd = "" if kind in tarfile.REGULAR_TYPES and not extended.get("sparse") else "a sparse file"
                 odd = "a sparse file" if kind == tarfile.GNUTYPE_SPARSE else _KINDS.get(kind, odd)
-                yield _Member(extended.get("name", name), odd, place, size)
+                name = extended.get("name", name)
+                yield _Member(name, odd, place, size, suffix_of(name) in image_suffixes)
             extended = {}
         place += -(-held // _BLOCK) * _BLOCK
 

@@ -1,6 +1,6 @@
 """The output folder: where its files are, what they say of the run, and every change that a run makes to it.
 
-    OUT/run.json                        recipe and versions; written first
+    OUT/run.json                        recipe and versions; written first, and again with the seal of the plan
     OUT/plan.parquet                    the plan, so that a resumed run reads no header again
     OUT/shards/cpu-00000.safetensors    pixel_values [L, 3, p, p] and grid_thws int64 [n, 3]
     OUT/shards/cpu-00000.parquet        that shard's index; its presence commits the shard
@@ -20,9 +20,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import pyarrow as pa
+import xxhash
 
 from kimik3_prep import strict_json
 from kimik3_prep.disk import (
@@ -42,6 +43,8 @@ from kimik3_prep.errors import InputError, PlanMismatch, Problem
 from kimik3_prep.output import tables
 from kimik3_prep.output.recipe import FORMAT, Recipe, fingerprint
 from kimik3_prep.remote import scheme
+
+_PIECE = 8 << 20  # bytes of a file that are read at a time
 
 #: Files of ours in `shards`. No other name becomes a path there, and no other file is ever removed.
 OURS = re.compile(r"(cpu|gpu|local)-\d{5,}\.(safetensors|parquet)(\.tmp)?", re.ASCII)
@@ -65,15 +68,20 @@ class RunRecord:
     base: str | None = None
     """Index-only runs: the way from the output folder to the folder that image paths start from, or its URL."""
 
+    plan: str | None = None
+    """xxh3-128 of plan.parquet, 32 hex digits: the seal of the plan. None until the plan is there."""
+
     def document(self) -> dict[str, Any]:
-        """Return the record as JSON values."""
-        return {
+        """Return the record as JSON values, sealed: a digest of everything else in it shows a damaged letter."""
+        document = {
             "format": self.recipe.format,
             "fingerprint": self.recipe.fingerprint,
             "facts": self.recipe.facts(),
             "versions": dict(self.versions),
             **({} if self.base is None else {"base": self.base}),
+            **({} if self.plan is None else {"plan": self.plan}),
         }
+        return {**document, "seal": fingerprint(document)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,8 +172,13 @@ class Output:
         return [self.shard(name).stat().st_size for name in self.committed_shards()]
 
     def read_plan(self) -> Iterator[pa.Table]:
-        """Yield the plan, a piece at a time. Raises InputError for a file that is no plan."""
-        return tables.read_plan(self.plan)
+        """Yield the plan, a piece at a time. Raises InputError for a file that is no plan, or not the sealed one."""
+        record = self.record()
+        if record is not None and record.plan is not None and self.plan.is_file() and _digest(self.plan) != record.plan:
+            what = f"was changed or damaged: it is not the plan that {self.run.name} seals"
+            hint = "move it out of the folder and run the same encode command again: it goes on if it can plan the same"
+            raise InputError([Problem(str(self.plan), what, hint=hint)])
+        yield from tables.read_plan(self.plan)
 
     def read_index(self, columns: Sequence[str] | None = None) -> pa.Table:
         """Return the final index, whole or some columns of it. Raises InputError for a file that is no index."""
@@ -189,7 +202,7 @@ class Output:
         Raises InputError where something else lies in the folder, PlanMismatch where a run with another recipe does.
         """
         record = self._checked_record()
-        if record is None or not self.finished or locks(self.root):
+        if record is None or not self.finished or not self.plan.is_file() or locks(self.root):
             return False
         self._compare(record.recipe, recipe)
         return True
@@ -254,8 +267,32 @@ class Output:
         self.sweep(others_fill)
 
     def write_plan(self, table: pa.Table) -> None:
-        """Write the plan, a table of `PLAN_SCHEMA`. Raises RunError."""
-        write_whole(self.plan, lambda file: tables.write_plan(table, file))
+        """Write the plan, a table of `PLAN_SCHEMA`, in place of any other, and seal it. Raises RunError.
+
+        A sealed plan that is gone comes back as it was: raises InputError where this table is another one.
+        """
+        record = self.record()
+        sealed = record.plan if record is not None and not self.plan.is_file() else None
+
+        def write(file: BinaryIO) -> None:
+            tables.write_plan(table, file)
+            file.flush()
+            if sealed is not None and _digest(Path(file.name)) != sealed:
+                what = "is gone, and another plan comes of the images today: some were changed, moved or removed"
+                hint = "restore it or the images, or choose another --output; the stored features stay as they are"
+                raise InputError([Problem(str(self.plan), what, hint=hint)])
+
+        if record is not None and record.plan is not None and sealed is None:
+            # A kill before the new plan has its seal leaves a plan without one, and never one with a wrong one.
+            self._write_record(replace(record, plan=None))
+        self._place(self.plan, write)
+        self.seal_plan()
+
+    def seal_plan(self) -> None:
+        """Put the plan's digest into the run record, where a kill has kept it out."""
+        record = self.record()
+        if record is not None and record.plan is None:
+            self._write_record(replace(record, plan=_digest(self.plan)))
 
     def commit(self, name: str, index: pa.Table, recipe: Recipe) -> None:
         """Commit a shard whose file is complete: write its index, a table of `INDEX_SCHEMA`. Raises RunError."""
@@ -278,7 +315,7 @@ class Output:
         """Write the final index: the rows of these shards' indexes, and the others. Raises RunError."""
         indexes = [self.shard_index(name) for name in names]
         metadata = recipe.metadata()
-        write_whole(self.index, lambda file: tables.merge_indexes(indexes, others, metadata, file))
+        self._place(self.index, lambda file: tables.merge_indexes(indexes, others, metadata, file))
 
     def leave(self) -> None:
         """Clear up after a finished run: nothing is left over in a folder."""
@@ -363,11 +400,24 @@ class Output:
 
     def _write_record(self, record: RunRecord) -> None:
         text = json.dumps(record.document(), indent=2, sort_keys=True, ensure_ascii=False) + "\n"
-        write_whole(self.run, lambda file: file.write(text.encode()))
+        self._place(self.run, lambda file: file.write(text.encode()))
+
+    def _place(self, path: Path, write: Callable[[BinaryIO], object]) -> None:
+        """Write a file of the folder so that it is whole where it belongs."""
+        write_whole(path, write)
 
     def _way(self, base: str) -> str:
         """Return the way from the folder to the images, so that both can move together; a URL as it is."""
         return base if scheme(base) else os.path.relpath(os.path.realpath(base), os.path.realpath(self.root))
+
+
+def _digest(path: Path) -> str:
+    """Return the xxh3-128 of a file."""
+    digest = xxhash.xxh3_128()
+    with open(path, "rb") as file:
+        while piece := file.read(_PIECE):
+            digest.update(piece)
+    return digest.hexdigest()
 
 
 def _differences(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
@@ -406,8 +456,11 @@ def read_record(path: Path) -> RunRecord | None:
     except InputError as error:
         raise InputError([replace(problem, hint=hint) for problem in error.problems]) from None
     texts = {f"versions.{name}": value for name, value in document["versions"].items()}
-    if document.get("base") is not None:
-        texts["base"] = document["base"]
+    texts |= {name: document[name] for name in ("base", "plan", "seal") if name in document}
     if odd := [name for name, value in texts.items() if type(value) is not str]:
         raise InputError([Problem(f"{where}: {odd[0]}", "is no text", "a text", hint)])
-    return RunRecord(recipe, document["versions"], document.get("base"))
+    record = RunRecord(recipe, document["versions"], document.get("base"), document.get("plan"))
+    sealed = record.document()
+    if ("seal" in document and document != sealed) or document.keys() - sealed.keys():
+        raise InputError([Problem(where, "was changed by hand or damaged: its seal does not fit", expected, hint)])
+    return record

@@ -1,6 +1,6 @@
 """An output at a URL: made in a staging folder, and sent from there in the order that commits it.
 
-    run.json, plan.parquet              before anything is filled; another machine goes on from them
+    run.json, plan.parquet, run.json    before anything is filled, the second time with the plan's seal
     shards/cpu-00000.safetensors        compared with what was sent, by size and checksum, before
     shards/cpu-00000.parquet            its index follows, whose presence in the store commits the shard
     index.parquet                       last
@@ -17,7 +17,7 @@ import io
 import os
 import shutil
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -125,13 +125,8 @@ class MirroredOutput(Output):
         """
         self._join(overwrite)
         super(MirroredOutput, self).begin(recipe, versions, base=base)
-        self._send(self.run)
+        self._send(self.run)  # where the store had it already, nothing is sent
         self._fetch(retry)
-
-    def write_plan(self, table: pa.Table) -> None:
-        """Write the plan and send it."""
-        super(MirroredOutput, self).write_plan(table)
-        self._send(self.plan)
 
     def commit(self, name: str, index: pa.Table, recipe: Recipe) -> None:
         """Write a shard's index, send the shard, then the index; afterwards only the index stays here."""
@@ -144,11 +139,6 @@ class MirroredOutput(Output):
         indexes = [f"shards/{self.shard_index(name).name}" for name in names]
         self._remove([self.index.name, *indexes, *(f"shards/{self.shard(name).name}" for name in names)])
 
-    def finish(self, names: Iterable[str], others: Sequence[pa.Table], recipe: Recipe) -> None:
-        """Write the final index and send it."""
-        super(MirroredOutput, self).finish(names, others, recipe)
-        self._send(self.index)
-
     def leave(self) -> None:
         """Clear the staging folder of a finished run."""
         self.clear()
@@ -157,6 +147,10 @@ class MirroredOutput(Output):
 
     def _way(self, base: str) -> str:
         return base
+
+    def _place(self, path: Path, write: Callable[[BinaryIO], object]) -> None:
+        super(MirroredOutput, self)._place(path, write)
+        self._send(path)
 
     # --- the staging folder ---
 

@@ -13,12 +13,12 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import pyarrow as pa
 from PIL import Image
 
 from kimik3_prep.checkpoint.config import Background, PreprocessorConfig
 from kimik3_prep.checkpoint.grid import Grid
 from kimik3_prep.checkpoint.levels import DTYPES, Levels, Normaliser, level_table
+from kimik3_prep.pixels.lent import lent_pixels
 
 _BAND = 256  # image rows composited at a time, so that float temporaries stay small
 _BLOCK_PIXELS = 1 << 16  # of a block of patches: numpy's loops are long enough, and the block stays in a cache
@@ -105,11 +105,8 @@ def backdrop(background: Background, width: int, height: int, top: int = 0) -> n
 
 def _pixels_of(image: Image.Image) -> Levels:
     """An RGB image's pixels as uint8 `[h, w, 4]`, lent by Pillow where it can, else `[h, w, 3]`, a copy."""
-    try:
-        lent = pa.array(image)
-    except ValueError:  # the pixels lie in several blocks: allocated before this process asked for one
-        return np.array(image)
-    return np.frombuffer(lent.buffers()[-1], np.uint8).reshape(image.height, image.width, 4)
+    lent = lent_pixels(image)
+    return np.array(image) if lent is None else lent
 
 
 # --- patches ------------------------------------------------------------------------------------------------------

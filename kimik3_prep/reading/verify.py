@@ -202,7 +202,7 @@ class _Run:
     # --- the two files that describe everything ---
 
     def _open_plan(self) -> Iterator[Finding]:
-        todo = "encode into another --output; the shards in this folder stay as they are"
+        todo = f"move plan.parquet out of the folder, then {_AGAIN}: it goes on if it can plan the same"
         try:
             places = [rows["item"].to_numpy() for rows in self.layout.read_plan()]
         except InputError as error:

@@ -17,6 +17,7 @@ from kimik3_prep.errors import INSTALL_RAY, InputError, Problem
 from kimik3_prep.images.address import is_data_url, resolve, split
 from kimik3_prep.images.decode import DEFAULT_MAX_PIXELS, codec_versions
 from kimik3_prep.images.formats import missing
+from kimik3_prep.manifest.missing import missing_files
 from kimik3_prep.manifest.read import ITEM_SCHEMA, Manifest, base_of, is_pattern, read_manifest
 from kimik3_prep.manifest.report import PassedOver, show
 from kimik3_prep.manifest.row import NO_SELECTION, Selection
@@ -45,6 +46,7 @@ class Settings:
     dedupe: Literal["path", "content", "off"] = "path"
     select: Selection = NO_SELECTION  # which fields of the rows are images and ids
     image_dir: str | None = None  # where relative paths start; None: where the source lies
+    on_missing: Literal["stop", "record"] = "stop"  # where none of the first files is there
     limit: int | None = None
     max_pixels: int = DEFAULT_MAX_PIXELS
     max_tokens: int | None = None
@@ -133,6 +135,9 @@ def check(settings: Settings, reporter: Reporter) -> Checked:
         total += error.total
     try:
         manifest = read_manifest(settings.manifest, settings.limit, settings.select, settings.image_dir)
+        if settings.on_missing == "stop" and not _was_planned(settings) and (problem := missing_files(manifest)):
+            problems.append(replace(problem, hint=f"{problem.hint}; --on-missing record goes on", severity="error"))
+            total += 1
         for warning in manifest.warnings:
             reporter.warn(warning)
         reporter.pass_over(manifest.passed_over)
@@ -169,6 +174,11 @@ def _recipe(
         decoders=codec_versions(settings.formats),
         formats=settings.formats,
     )
+
+
+def _was_planned(settings: Settings) -> bool:
+    """Whether a run began before: then its images were there, and some of its work may be done."""
+    return scheme(str(settings.output)) is not None or (Path(settings.output) / "plan.parquet").is_file()
 
 
 def _odd_settings(settings: Settings) -> Iterator[Problem]:

@@ -64,6 +64,7 @@ def prepare(settings: Settings, reporter: Reporter) -> RunSummary:
             output.write_plan(plan(settings, checked, workers, reporter))
         elif settings.retry_failed:
             replan(settings, checked, output, workers, reporter)
+        output.seal_plan()
         skipped = None
         if not output.finished:  # it may be: finished while this run waited to begin, or nothing had failed
             checked = checked.without_items()  # the plan is read from disk from here on, a piece at a time
@@ -97,6 +98,7 @@ def prepare_range(settings: Settings, reporter: Reporter) -> RangeSummary:
             output.begin(recipe, versions(), others_fill=True)
             if not output.plan.is_file():
                 output.write_plan(plan(settings, checked, workers, reporter))
+            output.seal_plan()
             held.enter_context(output.holding_range(number, count))
         skipped = fill(settings, checked.without_items(), output, recipe, workers, reporter)
         whole, mine = (_names(output, part) for part in (None, settings.shard_range))

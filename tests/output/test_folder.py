@@ -6,13 +6,29 @@ import json
 import os
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import reference
-from conftest import VERSIONS, cfg_and_config, commit, item, planned, recipe, tree
+import xxhash
+from conftest import (
+    VERSIONS,
+    cfg_and_config,
+    commit,
+    encode,
+    flip,
+    item,
+    picture,
+    planned,
+    recipe,
+    tree,
+    write_manifest,
+)
 
 from kimik3_prep.disk import claim
 from kimik3_prep.errors import InputError, PlanMismatch
 from kimik3_prep.output.folder import Output, RunRecord
+from kimik3_prep.output.recipe import fingerprint
 
 
 @pytest.fixture
@@ -26,7 +42,10 @@ def test_a_new_run_writes_its_record(output: Output) -> None:
     assert os.listdir(output.root) == ["run.json"]
     record = output.record()
     assert record == RunRecord(recipe(), VERSIONS)
-    assert json.loads(output.run.read_text()) == {
+    document = json.loads(output.run.read_text())
+    seal = document.pop("seal")
+    assert seal == fingerprint(document)
+    assert document == {
         "format": 1,
         "fingerprint": recipe().fingerprint,
         "facts": recipe().facts(),
@@ -193,3 +212,115 @@ def test_a_sweep_takes_what_nobody_writes_any_more(output: Output) -> None:
     os.close(living)
     output.sweep()
     assert os.listdir(output.shards) == ["notes.tmp"]
+
+
+# --- seals ----------------------------------------------------------------------------------------------------------
+
+
+def sealed(output: Output, name: str = "a.png") -> None:
+    """A run that has planned one image."""
+    output.begin(recipe(), VERSIONS)
+    output.write_plan(planned(output.root.parent / "set", [item(name)]))
+
+
+def test_a_plan_is_sealed_and_only_that_plan_is_read(output: Output) -> None:
+    sealed(output)
+    record = output.record()
+    assert record is not None
+    assert record.plan == xxhash.xxh3_128_hexdigest(output.plan.read_bytes())
+    assert [rows["image"].to_pylist() for rows in output.read_plan()] == [["a.png"]]
+    good = output.plan.read_bytes()
+    for at in range(0, len(good), 97):
+        flip(output.plan, at)
+        with pytest.raises(InputError, match=r"plan\.parquet: was changed or damaged"):
+            list(output.read_plan())
+        output.plan.write_bytes(good)
+
+
+def test_a_letter_of_the_record_cannot_change_unseen(output: Output) -> None:
+    sealed(output)
+    text = output.run.read_text()
+    record = json.loads(text)
+    changes = [(name, str(record[name])) for name in ("seal", "plan")] + [
+        ("torch", VERSIONS["torch"]),
+        ("plan", "plan"),
+    ]
+    for name, part in changes:
+        changed = text.replace(part, ("1" if part[0] != "1" else "2") + part[1:], 1)
+        assert changed != text, name
+        output.run.write_text(changed)
+        with pytest.raises(InputError, match=r"run\.json: was changed by hand or damaged"):
+            output.record()
+    output.run.write_text(json.dumps({name: value for name, value in record.items() if name not in ("seal", "plan")}))
+    assert output.record() == RunRecord(recipe(), VERSIONS)  # of a version that had no seals
+
+
+def test_a_plan_without_a_seal_gets_one(output: Output) -> None:
+    """A kill between the plan and its seal."""
+    output.begin(recipe(), VERSIONS)
+    before = output.run.read_bytes()
+    sealed(output)
+    after = tree(output.root)
+    output.run.write_bytes(before)
+    output.seal_plan()
+    output.seal_plan()
+    assert tree(output.root) == after
+
+
+def test_another_plan_takes_the_seal_off_first(output: Output, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kill between two plans never leaves a plan with the seal of another."""
+    sealed(output)
+    table = planned(output.root.parent / "set", [item("b.png")])
+    monkeypatch.setattr(Output, "seal_plan", lambda self: None)
+    output.write_plan(table)
+    record = output.record()
+    assert record is not None
+    assert record.plan is None
+    assert [rows["image"].to_pylist() for rows in output.read_plan()] == [["b.png"]]
+
+
+def test_a_plan_that_is_gone_comes_back_as_it_was_or_not_at_all(output: Output) -> None:
+    sealed(output)
+    before = tree(output.root)
+    output.plan.unlink()
+    with pytest.raises(InputError, match=r"is gone, and another plan comes of the images today"):
+        output.write_plan(planned(output.root.parent / "set", [item("b.png")]))
+    assert sorted(os.listdir(output.root)) == ["run.json"]
+    sealed(output)
+    assert tree(output.root) == before
+
+
+def test_a_damaged_plan_never_stores_another_image_under_an_id(tmp_path: Path) -> None:
+    """Rows with sizes have no stamp: nothing but the seal tells that a path in the plan has another letter."""
+    for number in range(4):
+        picture(60, 50, seed=number).save(tmp_path / f"{number}.png")
+    rows = [{"id": f"n{number}", "image": f"{number}.png", "width": 60, "height": 50} for number in range(4)]
+    manifest = write_manifest(tmp_path / "m.jsonl", rows)
+    encode(manifest, tmp_path / "out", dtype="uint8", shard_size=20_000)
+    whole = tree(tmp_path / "out")
+    output = Output(tmp_path / "out")
+    for path in (output.index, output.shard_index("cpu-00001"), output.shard("cpu-00001")):
+        path.unlink()
+    table = pq.read_table(output.plan)
+    swapped = [{"2.png": "3.png"}.get(image, image) for image in table["image"].to_pylist()]
+    at = table.schema.get_field_index("image")
+    pq.write_table(
+        table.set_column(at, table.schema.field(at), pa.array(swapped, table.schema.field(at).type)), output.plan
+    )
+    before = tree(tmp_path / "out")
+    with pytest.raises(InputError, match=r"plan\.parquet: was changed or damaged"):
+        encode(manifest, tmp_path / "out", dtype="uint8", shard_size=20_000)
+    assert tree(tmp_path / "out") == before
+    output.plan.rename(tmp_path / "damaged.parquet")  # as the sentence says
+    encode(manifest, tmp_path / "out", dtype="uint8", shard_size=20_000)
+    assert tree(tmp_path / "out") == whole
+
+
+def test_a_finished_run_gets_its_plan_back(tmp_path: Path) -> None:
+    picture(60, 50).save(tmp_path / "a.png")
+    manifest = write_manifest(tmp_path / "m.jsonl", [{"id": "a", "image": "a.png"}])
+    encode(manifest, tmp_path / "out")
+    whole = tree(tmp_path / "out")
+    (tmp_path / "out" / "plan.parquet").unlink()
+    encode(manifest, tmp_path / "out")
+    assert tree(tmp_path / "out") == whole

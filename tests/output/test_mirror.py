@@ -57,11 +57,11 @@ def test_the_same_files_in_the_order_that_commits_them(s3: Store, folder: Path) 
     assert s3.objects("out/") == whole
     assert not (folder / "staging").exists()
     sent = [key.removeprefix("out/") for key in s3.sent()]
-    assert (sent[:2], sent[-1]) == (["run.json", "plan.parquet"], "index.parquet")
+    assert (sent[:3], sent[-1]) == (["run.json", "plan.parquet", "run.json"], "index.parquet")
     shards = [name for name in sent if name.endswith(".safetensors")]
     assert len(shards) == 3
     assert all(sent.index(name) < sent.index(name.replace("safetensors", "parquet")) for name in shards)
-    assert len(sent) == len(set(sent)) == 9
+    assert len(sent) == len(set(sent)) + 1 == 10  # the run record goes again, with the plan's seal
     assert (summary.output, summary.shards, summary.failed) == (OUT, 3, 1)
     assert summary.size == sum(len(content) for name, content in whole.items() if name.endswith(".safetensors"))
     s3.asked.clear()

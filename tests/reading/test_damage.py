@@ -65,7 +65,7 @@ def test_nobody_waits_for_a_pipe(whole: Path, tmp_path: Path, name: str) -> None
 
 
 @pytest.mark.parametrize(
-    "name", ["run.json", "shards/cpu-00000.parquet", "shards/cpu-00000.safetensors", "index.parquet"]
+    "name", ["run.json", "plan.parquet", "shards/cpu-00000.parquet", "shards/cpu-00000.safetensors", "index.parquet"]
 )
 def test_a_flipped_bit_is_named_or_without_effect(whole: Path, tmp_path: Path, name: str) -> None:
     root = Path(shutil.copytree(whole, tmp_path / "out"))

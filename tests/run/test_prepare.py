@@ -378,7 +378,7 @@ def test_grids_that_the_merge_does_not_divide_are_named(tmp_path: Path) -> None:
         {"id": "b", "features": "b.npy", "grid_thw": [1, 4, 5]},
     ]
     with pytest.raises(InputError, match="that 2 divides") as caught:
-        encode(write_manifest(tmp_path / "m.jsonl", rows), tmp_path / "out")
+        encode(write_manifest(tmp_path / "m.jsonl", rows), tmp_path / "out", on_missing="record")
     assert [problem.where[-1] for problem in caught.value.problems] == ["1", "2"]
 
 
