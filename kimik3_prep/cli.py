@@ -184,6 +184,9 @@ def encode(
     image_root: Annotated[
         Path | None, typer.Option(help="Refuse a manifest that names files outside this folder, or URLs.")
     ] = None,
+    since: Annotated[
+        Path | None, typer.Option(help="A finished output: prepare only what it does not hold, by id and content.")
+    ] = None,
     on_missing: Annotated[
         Literal["stop", "record"], typer.Option(help="Where none of the first files is there: stop, or go on.")
     ] = "stop",
@@ -230,6 +233,7 @@ def encode(
         select=Selection(tuple(image_field or ()), tuple(id_field or ()), number_rows, parse_formats(formats)),
         image_dir=image_dir,
         on_missing=on_missing,
+        since=since,
         limit=limit,
         max_pixels=max_pixels,
         memory=check.parse_size(memory, "--memory") if memory else None,

@@ -28,7 +28,7 @@ HOUSE: dict[str, tuple[str, ...]] = {
     "output": ("recipe", "tables", "shard_file", "folder", "mirror", "totals"),
     "run": (
         *("machine", "spool", "item", "worker", "workers", "shard", "ray"),
-        *("check", "planning", "fill", "prepare"),
+        *("since", "check", "planning", "fill", "prepare"),
     ),
     "reading": ("stored", "engines", "features", "training", "verify", "pictures", "inspection", "report"),
     "screen": ("terminal", "progress", "answers", "process"),

@@ -23,6 +23,7 @@ from kimik3_prep.manifest.report import PassedOver, show
 from kimik3_prep.manifest.row import NO_SELECTION, Selection
 from kimik3_prep.output.recipe import Recipe
 from kimik3_prep.remote import protocol_problem, scheme
+from kimik3_prep.run.since import without_held
 
 #: Seconds; far above what the largest allowed image takes to decode.
 DEFAULT_ITEM_TIMEOUT = 300.0
@@ -47,6 +48,9 @@ class Settings:
     select: Selection = NO_SELECTION  # which fields of the rows are images and ids
     image_dir: str | None = None  # where relative paths start; None: where the source lies
     on_missing: Literal["stop", "record"] = "stop"  # where none of the first files is there
+    since: Path | None = None
+    """A finished output: its items are left out."""
+
     limit: int | None = None
     max_pixels: int = DEFAULT_MAX_PIXELS
     max_tokens: int | None = None
@@ -140,7 +144,6 @@ def check(settings: Settings, reporter: Reporter) -> Checked:
             total += 1
         for warning in manifest.warnings:
             reporter.warn(warning)
-        reporter.pass_over(manifest.passed_over)
         found = [*_unknown_protocols(manifest), *(_odd_grids(manifest, config) if config else [])]
         if settings.image_root is not None:
             found += _outside(manifest, settings.image_root)
@@ -153,7 +156,11 @@ def check(settings: Settings, reporter: Reporter) -> Checked:
         total += error.total
     if config is None or manifest is None or problems:
         raise InputError(problems, total)
-    return Checked(_recipe(settings, config, manifest, backend), manifest, devices)
+    recipe = _recipe(settings, config, manifest, backend)
+    if settings.since is not None:
+        manifest, recipe = without_held(manifest, recipe, settings.since, settings.workers)
+    reporter.pass_over(manifest.passed_over)
+    return Checked(recipe, manifest, devices)
 
 
 def _recipe(
