@@ -19,7 +19,7 @@ from kimik3_prep.images import source as sources
 from kimik3_prep.images.address import resolve
 from kimik3_prep.images.decode import decode, probe
 from kimik3_prep.images.source import Stamp, read_whole
-from kimik3_prep.manifest.row import short_image
+from kimik3_prep.manifest.items import short_image
 
 
 def test_folders_pipes_and_sockets_are_errors_not_hangs(tmp_path: Path) -> None:
