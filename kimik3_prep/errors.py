@@ -20,8 +20,10 @@
     │   └── CannotPrint           standard output takes no more text
     ├── Interrupted               Ctrl-C (exit 130) or SIGTERM (exit 143) stopped the command
     ├── StoreError                stored features cannot be read: a shard is gone, damaged or of another run (exit 3)
+    │   ├── SpanDiffers           the index gives an item another place than its shard does
+    │   └── ChecksumDiffers       the stored bytes of an item are not those that were written
     └── ItemError                 one item failed; recorded in the index, the run goes on
-        └── FailedItem            the features of an item were asked for that failed when they were made
+        └── FailedItem            a caller asked for the features of an item that failed
 
 A class writes its own sentence; the command line only prints it.
 """
@@ -117,7 +119,7 @@ class PrepError(Exception):
 class InputError(PrepError):
     """The manifest, the config or an option is wrong. Carries every problem found, not only the first.
 
-    `total` counts the problems where only the first ones were kept.
+    `total` counts all problems, also those beyond the first ones that `problems` keeps.
     """
 
     exit_code = 2
@@ -359,7 +361,7 @@ class ChecksumDiffers(StoreError):
 
 
 class FailedItem(ItemError):
-    """The features of an item were asked for that has none. `id` and `line` say which item of the manifest."""
+    """A caller asked for the features of an item that failed. `id` and `line` say which item of the manifest."""
 
     def __init__(self, code: ItemErrorCode, message: str, id: str, line: int) -> None:
         super().__init__(code, message)

@@ -1,4 +1,4 @@
-"""JSON as the standard has it: what Python's reader lets through silently is an error with a place here."""
+"""JSON as the standard defines it. What Python's reader accepts beyond that is an error here, with its place."""
 
 from __future__ import annotations
 
@@ -10,14 +10,11 @@ from typing import Any, NoReturn
 
 from kimik3_prep.errors import Problem
 
-#: Brackets inside one another. No config and no row comes near; deeper values break whoever writes them out again.
+#: Levels of brackets. No config and no row comes near, and many programs cannot write deeper values out again.
 _DEEPEST = 200
 
 _STRING = r'"(?:[^"\\]++|\\.)*+"'
 _NUMBER = r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?"  # not a character more than Python's reader takes
-_STRINGS = re.compile(_STRING.encode(), re.DOTALL)
-_SQUARE = bytes.maketrans(b"{}", b"[]")
-_NO_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
 _TOKENS = re.compile(
     rf"(?P<string>{_STRING})(?P<colon>\s*:)?|(?P<word>NaN|-?Infinity)|(?P<number>{_NUMBER})|[\[\]{{}}]", re.DOTALL
 )
@@ -33,7 +30,7 @@ class JsonProblem(Exception):
 
 
 class _Refused(ValueError):
-    """A value that Python's reader would accept. What and where it is, `_refusal` finds out."""
+    """A value that Python's reader accepts and the standard does not. `_refusal` looks for its place."""
 
 
 def parse(content: bytes, where: str) -> Any:
@@ -42,7 +39,7 @@ def parse(content: bytes, where: str) -> Any:
 
 
 def parse_line(content: bytes, where: str) -> Any:
-    """The value of one line; `where` names it already, the problem adds the column. Raises JsonProblem."""
+    """The value of one line. `where` names the line, and a problem adds the column. Raises JsonProblem."""
     return _parse(content, where, False)
 
 
@@ -74,9 +71,9 @@ def _parse(content: bytes, where: str, whole_file: bool) -> Any:
     try:
         text = content.decode().removeprefix("\ufeff")
         value = _decode(text)
-        if "\\u" in text:  # the only way half a character can get in; looking for one costs a second pass
+        if "\\u" in text:  # only so can half a character get in, and writing the value out finds it
             json.dumps(value, ensure_ascii=False).encode()
-        if len(content) > 2 * _DEEPEST and _too_deep(content):
+        if content.count(b"[") + content.count(b"{") > _DEEPEST and _is_too_deep(value):
             raise RecursionError
         return value
     except (ValueError, RecursionError) as error:
@@ -107,18 +104,18 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 _decode = json.JSONDecoder(object_pairs_hook=_object, parse_constant=_constant, parse_float=_float).decode
 
 
-def _too_deep(content: bytes) -> bool:
-    if content.count(b"[") + content.count(b"{") <= _DEEPEST:
-        return False
-    brackets = _STRINGS.sub(b"", content).translate(_SQUARE, _NO_BRACKETS)
-    for _ in range(_DEEPEST):  # each round takes the innermost pairs away: quick for the many lists of a row of boxes
-        if not brackets:
+def _is_too_deep(value: Any) -> bool:
+    """Whether a value has more than `_DEEPEST` levels. Python's own reader gives up at a depth that varies."""
+    level = [value]
+    for _ in range(_DEEPEST + 1):
+        level = [part for part in level if type(part) in (list, dict)]
+        if not level:
             return False
-        brackets = brackets.replace(b"[]", b"")
-    return bool(brackets)
+        level = [part for parts in level for part in (parts.values() if type(parts) is dict else parts)]
+    return True
 
 
-#: By Python's words, where nothing more telling is found at the place.
+#: Hints by Python's own words, for what `_syntax_hint` does not recognise at the place.
 _HINTS = {
     "Extra data": "one value is all there may be",
     "Expecting ',' delimiter": "is a comma missing before it?",
@@ -177,9 +174,9 @@ def _syntax_hint(text: str, error: json.JSONDecodeError) -> str:
 def _refusal(text: str) -> tuple[int, str, str]:
     """Position, what and hint of the first thing refused.
 
-    Python's hooks are not told where they are, so the text is read a second time. It is well-formed up to there.
+    Python's reader calls its hooks without a place, so the text is read a second time. It is well-formed up to there.
     """
-    keys: list[set[str]] = []  # one set for every open bracket; those of lists stay empty
+    keys: list[set[str]] = []  # a set for every open bracket; a list's stays empty
     for match in _TOKENS.finditer(text):
         token, at = match.group(), match.start()
         if token in ("[", "{"):

@@ -23,7 +23,7 @@ HOUSE: dict[str, tuple[str, ...]] = {
     "": ("__init__", "errors", "strict_json", "disk", "remote"),
     "checkpoint": ("levels", "grid", "rules", "config", "mend"),
     "images": ("address", "cell", "packed", "source", "formats", "decode"),
-    "manifest": ("report", "magic", "row", "text", "tar", "columns", "folder", "read", "missing", "write"),
+    "manifest": ("items", "report", "magic", "row", "text", "tar", "columns", "folder", "read", "missing", "write"),
     "pixels": ("lent", "resample", "tensors", "cpu", "device", "ready"),
     "output": ("recipe", "tables", "shard_file", "folder", "mirror", "totals"),
     "run": (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import re
 from typing import get_args
 
 import pytest
@@ -92,7 +93,12 @@ def test_an_item_error_has_a_code_and_a_sentence() -> None:
 
 
 def test_the_hierarchy_is_the_one_the_docstring_draws() -> None:
-    classes = {name for name, value in vars(errors).items() if isinstance(value, type) and issubclass(value, Exception)}
-    drawn = (errors.__doc__ or "").replace("│", " ").replace("├──", " ").replace("└──", " ")
-    assert classes == {line.split()[0] for line in drawn.splitlines() if line.startswith("    ")}
-    assert all(issubclass(vars(errors)[name], PrepError) for name in classes)
+    drawn: dict[str, str] = {}
+    path = ["Exception"]
+    for line in (errors.__doc__ or "").splitlines():
+        if match := re.match(r"    ([│├└─ ]*)(\w+)  ", line):
+            depth = len(match[1]) // 4 + 1
+            path[depth:] = [match[2]]
+            drawn[match[2]] = path[depth - 1]
+    classes = {name: value for name, value in vars(errors).items() if isinstance(value, type)}
+    assert drawn == {name: value.__base__.__name__ for name, value in classes.items() if issubclass(value, Exception)}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import subprocess
@@ -10,7 +11,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from conftest import BINARY, Run, picture, write_manifest
+from safetensors.torch import load_file
 from stand_ins import tiny_tokenizer
 
 from kimik3_prep import FeatureStore
@@ -99,3 +102,72 @@ def test_same_pixels(manifest: Path, run: Run, tmp_path: Path) -> None:
     assert "most in patch 5: row 0, column 5" in told
     np.save(tmp_path / "short.npy", values[:-1])
     assert example("same_pixels.py", tmp_path / "out", "2", tmp_path / "short.npy").returncode == 1
+
+
+TOWER = """
+import torch
+
+def make(device):
+    weight = torch.linspace(-1, 1, 3 * 14 * 14 * 4 * 8, device=device).view(-1, 8).bfloat16()
+
+    def tower(pixels, grids):
+        _, rows, columns = grids[0].tolist()
+        merged = pixels.view(rows // 2, 2, columns // 2, 2, -1).transpose(1, 2).reshape(rows * columns // 4, -1)
+        return merged @ weight
+
+    return tower
+"""
+
+
+def test_embed_tower(manifest: Path, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "tiny_tower.py").write_text(TOWER)
+    command = ("encode", manifest, "--config", "kimi-k3", "--dtype", "uint8", "--shard-size", "1MB", "-o", "out")
+    assert run(*command).returncode == 1
+    arguments = (tmp_path / "out", tmp_path / "embedded", "tiny_tower:make")
+    done = example("embed_tower.py", *arguments)
+    assert done.returncode == 0, done.stderr
+    store = FeatureStore(tmp_path / "out", dtype="bfloat16")
+    shards = sorted({f"{item.row['shard']}.safetensors" for item in store})
+    assert [line.split(":")[0] for line in done.stdout.splitlines()] == shards
+    assert len(shards) > 1
+    tower = importlib.import_module("tiny_tower").make("cpu")
+    for item in store:
+        held = load_file(tmp_path / "embedded" / f"{item.row['shard']}.safetensors")
+        begin = int(held["num_tokens"][: item.row["row"]].sum())
+        own = held["embeddings"][begin : begin + item.num_tokens]
+        assert torch.equal(own, tower(item.pixel_values, torch.tensor([item.grid_thw])))
+    lost = tmp_path / "embedded" / shards[0]
+    before = lost.read_bytes()
+    lost.unlink()
+    assert example("embed_tower.py", *arguments).stdout.startswith(
+        f"{shards[0]}: "
+    )  # it goes on, and nothing else is done again
+    assert lost.read_bytes() == before
+    assert example("embed_tower.py", *arguments).stdout == ""
+
+
+#: As in README: one feature by id, normalised, without this package.
+WITHOUT = """
+import pyarrow.parquet as pq
+from safetensors import safe_open
+
+index = pq.read_table("out/index.parquet", filters=[("id", "=", "1"), ("status", "=", "ok")])  # not the failed ones
+row = index.to_pylist()[0]
+with safe_open(f"out/shards/{row['shard']}.safetensors", "numpy") as shard:
+    begin, end = row["patch_start"], row["patch_start"] + row["patch_count"]
+    values = shard.get_slice("pixel_values")[begin:end].astype("float32")
+if index.schema.metadata[b"kimik3_prep"].find(b'"dtype":"uint8"') >= 0:  # levels: the published mean and std
+    values = values / 127.5 - 1
+"""
+
+
+@pytest.mark.parametrize("dtype", ["uint8", "float32"])
+def test_a_feature_without_the_package(manifest: Path, run: Run, tmp_path: Path, dtype: str) -> None:
+    assert run("encode", manifest, "--config", "kimi-k3", "--dtype", dtype, "-o", "out").returncode == 1
+    code = f"{WITHOUT}\nimport sys, numpy\nassert 'kimik3_prep' not in sys.modules\nnumpy.save('values.npy', values)"
+    subprocess.run([sys.executable, "-c", code], cwd=tmp_path, check=True)
+    values = np.load(tmp_path / "values.npy")
+    assert values.dtype == np.float32
+    assert np.array_equal(values, FeatureStore(tmp_path / "out")["1"].pixel_values.numpy())

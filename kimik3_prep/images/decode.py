@@ -1,8 +1,8 @@
 """Encoded bytes in, opened image out, safely.
 
-Only the decoders in `FORMATS` ever run, and whatever goes wrong comes out as one `ItemError`. Pillow keeps some of its
-settings in module globals; a process that prepares features owns them (`_claim_pillow`), so no flag set elsewhere
-changes a pixel.
+Only the decoders in `FORMATS` run, and those of `EXTRAS` that a run asks for. Whatever goes wrong leaves as one
+`ItemError`. Pillow keeps some of its settings in module globals. A process that prepares features sets them before each
+image (`_claim_pillow`), so a flag that somebody else set changes no pixel.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from importlib import import_module, metadata
+from importlib import import_module
 from typing import Any, BinaryIO
 
 from kimik3_prep.errors import InputError, Problem
@@ -82,6 +82,8 @@ def missing(names: Iterable[str]) -> list[Problem]:
 
 def versions(names: Iterable[str]) -> dict[str, str]:
     """Return the versions of the packages that read these formats. Raises InputError where one is missing."""
+    from importlib import metadata  # it takes a while, and most runs ask for no extra format
+
     for name in names:
         decoder(name)
     return {EXTRAS[name].packages[0]: metadata.version(EXTRAS[name].packages[0]) for name in names}

@@ -33,18 +33,19 @@ _READ_WHOLE = 256 << 20  # bytes; a larger file is hashed in pieces and decoded 
 
 _HEAD = 128 << 10  # bytes of an object that hold nearly every image's header
 _PIECE_OF_A_TABLE = 4 << 20
-_PIECES = 3  # of that size; an image whose header lies in more of them is read whole
+_PIECES = 3  # of `_HEAD` bytes; an image whose header lies in more of them is read whole
 
 
 @dataclass(frozen=True, slots=True)
 class Stamp:
-    """What tells one version of a source from another: `size` in bytes, `mtime_ns` since the epoch.
-
-    Stores differ in what they tell of an object's time: there, `mtime_ns` is a number made from its first bytes.
-    """
+    """What tells one version of a source from another."""
 
     size: int
+    """Bytes of the file; of the whole archive, where the image lies in one on this machine."""
+
     mtime_ns: int
+    """Nanoseconds since the epoch. For an object in a store: a number made from its first bytes, since stores differ
+    in what they say of its time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,12 +75,6 @@ def read_head(source: str) -> Encoded:
     """
     with foreign_errors(), opened(source, whole=False) as (file, stamp):
         return Encoded(file.read(_HEAD), stamp)
-
-
-def read_file(source: str) -> tuple[bytes, str]:
-    """All bytes of a resolved `source` and their hash, "sha256:<64 hex>". Raises as `read_whole` does."""
-    encoded = read_whole(source)
-    return encoded.content, encoded.content_hash
 
 
 @contextmanager
@@ -121,8 +116,8 @@ def _opened_object(
     url: str, inside: TarMember | TableCell | None, whole: bool
 ) -> Iterator[tuple[BinaryIO, Stamp | None]]:
     if isinstance(inside, TableCell):
-        about = remote.info(url)
-        version = (url, *(str(about.get(name)) for name in ("size", "ETag", "etag", "mtime", "updated", "created")))
+        facts = remote.info(url)
+        version = (url, *(str(facts.get(name)) for name in ("size", "ETag", "etag", "mtime", "updated", "created")))
         with io.BufferedReader(remote.opened(url), _PIECE_OF_A_TABLE) as table:
             content = read_cell(cast("BinaryIO", table), version, inside)
     elif inside is not None and looks_packed(url):

@@ -31,28 +31,13 @@ from kimik3_prep.errors import Problem
 from kimik3_prep.images.packed import Unpacked
 from kimik3_prep.manifest.columns import arrow_rows, parquet_rows
 from kimik3_prep.manifest.folder import Folder, files_of, image_rows, saved_dataset
+from kimik3_prep.manifest.items import ITEM_SCHEMA
 from kimik3_prep.manifest.magic import START, SUFFIXES, kind_of, suffixes
 from kimik3_prep.manifest.report import MAX_PROBLEMS, PassedOver, Report, show
 from kimik3_prep.manifest.row import NO_SELECTION, Item, Row, Selection, read_row
 from kimik3_prep.manifest.tar import tar_rows
 from kimik3_prep.manifest.text import text_rows
 from kimik3_prep.remote import parent, scheme
-
-ITEM_SCHEMA = pa.schema(
-    [
-        ("item", pa.int64()),  # 0-based manifest row
-        ("line", pa.int64()),  # 1-based line of the file (row number for tables, tars and folders)
-        ("id", pa.large_string()),
-        ("image", pa.large_string()),  # as written; the features file for local items
-        ("path", pa.string()),  # preprocessing path: deferred | local
-        ("backend", pa.string()),  # what the row asks for: cpu | gpu | null
-        ("content_hash", pa.string()),  # what the row promises
-        ("width", pa.int64()),
-        ("height", pa.int64()),
-        ("grid_thw", pa.list_(pa.int64(), 3)),  # local items only
-        ("extra", pa.large_string()),  # the row's other fields, JSON
-    ]
-)
 
 _BATCH = 16_384
 _PIECE = 4 << 20  # bytes of a manifest at a URL that are asked for at a time

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import hashlib
 import json
 import math
 import re
@@ -11,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, cast
 
 from kimik3_prep.images.address import is_data_url
+from kimik3_prep.manifest.items import short_image
 from kimik3_prep.manifest.magic import base64_image, names_an_image, suffix_of
 from kimik3_prep.manifest.report import Report, show
 from kimik3_prep.remote import scheme
@@ -553,11 +553,3 @@ def _as_json(value: Any) -> Any:
     if isinstance(value, bytes) or (isinstance(value, float) and not math.isfinite(value)):
         return None
     return value if isinstance(value, (str, int, float)) or value is None else str(value)
-
-
-def short_image(image: str) -> str:
-    """The image string as an index shows it: a `data:` URL by its media type and a digest, all else unchanged."""
-    if not is_data_url(image):
-        return image
-    digest = hashlib.sha256(image.encode("utf-8")).hexdigest()
-    return f"{image.partition(',')[0][:100]},sha256-{digest[:32]}"

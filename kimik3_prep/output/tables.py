@@ -22,8 +22,7 @@ from pyarrow import parquet
 from kimik3_prep import strict_json
 from kimik3_prep.disk import regular
 from kimik3_prep.errors import InputError, ItemError, Problem
-from kimik3_prep.manifest.read import ITEM_SCHEMA
-from kimik3_prep.manifest.row import short_image
+from kimik3_prep.manifest.items import ITEM_SCHEMA, short_image
 from kimik3_prep.output.recipe import FORMAT, METADATA_KEY, canonical_json, odd_metadata
 
 #: Preprocessing paths in the order their shards are filled; the group names a shard: `cpu-00000`.

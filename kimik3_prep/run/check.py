@@ -17,8 +17,9 @@ from kimik3_prep.errors import INSTALL_RAY, InputError, Problem
 from kimik3_prep.images.address import is_data_url, resolve, split
 from kimik3_prep.images.decode import DEFAULT_MAX_PIXELS, codec_versions
 from kimik3_prep.images.formats import missing
+from kimik3_prep.manifest.items import ITEM_SCHEMA
 from kimik3_prep.manifest.missing import missing_files
-from kimik3_prep.manifest.read import ITEM_SCHEMA, Manifest, base_of, is_pattern, read_manifest
+from kimik3_prep.manifest.read import Manifest, base_of, is_pattern, read_manifest
 from kimik3_prep.manifest.report import PassedOver, show
 from kimik3_prep.manifest.row import NO_SELECTION, Selection
 from kimik3_prep.output.recipe import Recipe

@@ -30,6 +30,7 @@ from kimik3_prep.run.item import Header, ProbeImages, is_slow
 from kimik3_prep.run.workers import Task, Workers
 
 _WINDOW = 8192  # rows that are Python objects at a time
+_MOST_PATCHES = 1 << 22  # of features made elsewhere: room is made for them before their file, 2.5 GB or more, is read
 _HEADER_WEIGHT = 30_000  # pixels that could be decoded in the time that a header takes
 
 Ints = npt.NDArray[np.int64]
@@ -356,6 +357,10 @@ def _grids(
     for span, (_, rows, cols) in zip(
         given.tolist(), items["grid_thw"].take(pa.array(spans.first_row[given])).to_pylist(), strict=True
     ):
+        if rows * cols > _MOST_PATCHES:
+            text = f"grid_thw {[1, rows, cols]} is {rows * cols:,} patches; the limit is {_MOST_PATCHES:,}"
+            headers.fail(span, ItemError("bad_features", text))
+            continue
         grids[span, 4:] = rows, cols, rule.tokens(rows, cols)
         if max_tokens is not None and rule.tokens(rows, cols) > max_tokens:
             text = f"{rule.tokens(rows, cols):,} tokens, above --max-tokens; features made elsewhere cannot be scaled"

@@ -15,7 +15,7 @@ import pyarrow.compute as pc
 
 from kimik3_prep.errors import InputError, ItemError, PlanMismatch, Problem
 from kimik3_prep.images.address import is_data_url, resolve, split
-from kimik3_prep.images.source import read_file
+from kimik3_prep.images.source import read_whole
 from kimik3_prep.manifest.read import Manifest
 from kimik3_prep.manifest.report import PassedOver
 from kimik3_prep.output.folder import Output
@@ -99,6 +99,6 @@ def _is_held(item: dict[str, Any], known: dict[str, Any] | None, base: str) -> b
             status = os.stat(file)
             if (status.st_size, status.st_mtime_ns) == known["stamp"]:
                 return True
-        return bool(read_file(source)[1] == known["content_hash"])
+        return bool(read_whole(source).content_hash == known["content_hash"])
     except (OSError, ValueError, ItemError):
         return False  # it is tried again with the new ones, and its failure recorded there

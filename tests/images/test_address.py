@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
 import io
 import tarfile
 import zipfile
 from pathlib import Path
 
 import pytest
-from conftest import picture
+from conftest import encode, picture, write_manifest
+from pyarrow import parquet
 
 from kimik3_prep.images.address import TableCell, TarMember, name_in_table, name_in_tar, resolve, split
 from kimik3_prep.images.decode import decode
@@ -59,6 +61,19 @@ def test_the_archive_beside_the_manifest_is_read_wherever_the_command_runs(
     expected = picture(30, 20, seed=1).tobytes()
     for image in ("zip://d/a.png::pics.zip", f"zip://d/a.png::{tmp_path}/pics.zip"):
         assert decode(resolve(image, str(tmp_path))).image.tobytes() == expected
+
+
+def test_a_run_elsewhere_takes_the_archive_beside_its_manifest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    pack(tmp_path / "pics.zip", {"d/a.png": content(1)})
+    pack(tmp_path / "elsewhere" / "pics.zip", {"d/a.png": content(2)})
+    images = ["zip://d/a.png::pics.zip", f"zip://d/a.png::{tmp_path}/pics.zip", "zip://d/a.png::elsewhere/pics.zip"]
+    manifest = write_manifest(tmp_path / "m.jsonl", [{"id": image, "image": image} for image in images])
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    assert encode(manifest, tmp_path / "out").failed == 0
+    hashes = parquet.read_table(tmp_path / "out" / "index.parquet")["content_hash"].to_pylist()
+    first, other = (f"sha256:{hashlib.sha256(content(seed)).hexdigest()}" for seed in (1, 2))
+    assert hashes == [first, first, other]
 
 
 def test_an_image_in_a_tar_in_a_zip(tmp_path: Path) -> None:

@@ -41,6 +41,24 @@ def test_golden_outcome_and_header(case: dict[str, Any], golden: Path) -> None:
     assert decoded.content_hash == f"sha256:{hashlib.sha256(Path(path).read_bytes()).hexdigest()}"
 
 
+@pytest.mark.parametrize("path", sorted((GOLDEN / "odd").iterdir()), ids=lambda path: path.name)
+def test_odd_files_are_what_pillow_makes_of_them(path: Path) -> None:
+    """The checkpoint opens a file with nothing but `Image.open`. DIB is the one of its formats that is not allowed."""
+    try:
+        with Image.open(path) as image:
+            image.load()
+    except OSError:
+        image = None
+    if image is None or image.format == "DIB":
+        with pytest.raises(ItemError):
+            decode(str(path))
+        return
+    decoded, header = decode(str(path)), probe(str(path))
+    assert (decoded.image.mode, decoded.image.size) == (image.mode, image.size) == (header.mode, image.size)
+    assert decoded.image.tobytes() == image.tobytes()
+    assert decoded.image.info.get("transparency") == image.info.get("transparency")
+
+
 @pytest.mark.parametrize(
     ("name", "code", "word"),
     [

@@ -18,8 +18,8 @@ from kimik3_prep.errors import ItemError, RunError
 from kimik3_prep.images import source as sources
 from kimik3_prep.images.address import resolve
 from kimik3_prep.images.decode import decode, probe
-from kimik3_prep.images.source import read_file, read_whole
-from kimik3_prep.manifest.row import short_image
+from kimik3_prep.images.source import Stamp, read_whole
+from kimik3_prep.manifest.items import short_image
 
 
 def test_folders_pipes_and_sockets_are_errors_not_hangs(tmp_path: Path) -> None:
@@ -90,9 +90,11 @@ def test_large_files_are_hashed_in_pieces(tmp_path: Path, monkeypatch: pytest.Mo
 
 def test_a_whole_file_and_its_hash(tmp_path: Path) -> None:
     (tmp_path / "a.npy").write_bytes(b"anything")
-    assert read_file(str(tmp_path / "a.npy")) == (b"anything", f"sha256:{hashlib.sha256(b'anything').hexdigest()}")
+    encoded = read_whole(str(tmp_path / "a.npy"))
+    assert (encoded.content, encoded.stamp) == (b"anything", Stamp(8, (tmp_path / "a.npy").stat().st_mtime_ns))
+    assert encoded.content_hash == f"sha256:{hashlib.sha256(b'anything').hexdigest()}"
     with pytest.raises(ItemError, match="not_found"):
-        read_file(str(tmp_path / "b.npy"))
+        read_whole(str(tmp_path / "b.npy"))
 
 
 def test_a_process_without_descriptors_is_no_fault_of_an_image(tmp_path: Path) -> None:
@@ -105,7 +107,7 @@ def test_a_process_without_descriptors_is_no_fault_of_an_image(tmp_path: Path) -
         with contextlib.suppress(OSError):
             while True:
                 held.append(os.open("/dev/null", os.O_RDONLY))
-        for read in (probe, decode, read_file):
+        for read in (probe, decode, read_whole):
             with pytest.raises(RunError, match="ulimit -n"):
                 read(str(tmp_path / "a.png"))
     finally:

@@ -17,7 +17,7 @@ from kimik3_prep.errors import InputError, ItemError
 from kimik3_prep.images import cell as cells
 from kimik3_prep.images.address import TableCell
 from kimik3_prep.images.decode import decode
-from kimik3_prep.images.source import read_file
+from kimik3_prep.images.source import read_whole
 from kimik3_prep.manifest import columns as tables
 from kimik3_prep.manifest.read import read_manifest
 from kimik3_prep.output.folder import Output
@@ -103,10 +103,10 @@ def test_row_groups_that_no_memory_holds_are_refused(tmp_path: Path, monkeypatch
 
 def test_cells_that_are_not_there(tmp_path: Path) -> None:
     path = saved(tmp_path / "m.parquet", [{"image": b"1", "word": "a"}, {"image": None, "word": "b"}])
-    assert read_file(f"{path}!parquet:0!image")[0] == b"1"
+    assert read_whole(f"{path}!parquet:0!image").content == b"1"
     for place in ("9!image", "0!none", "1!image", "0!word"):
         with pytest.raises(ItemError, match=r"row|column"):
-            read_file(f"{path}!parquet:{place}")
+            read_whole(f"{path}!parquet:{place}")
     (tmp_path / "no.parquet").write_bytes(b"PAR1 and nothing")
     with pytest.raises(ItemError, match="corrupt"):
         decode(f"{tmp_path}/no.parquet!parquet:0!image")

@@ -165,7 +165,7 @@ def test_mmmu(tmp_path: Path) -> None:
 def test_columns_are_images_by_what_they_hold(tmp_path: Path, values: pa.Array, images: list[str], form: str) -> None:
     """Whatever the column is called. A binary column of something else is left out, and a warning names it."""
     from kimik3_prep.images.address import resolve
-    from kimik3_prep.images.source import read_file
+    from kimik3_prep.images.source import read_whole
 
     table = pa.table({"pixels": values, "digest": [b"\x01\x02", b"\x03\x04"], "word": ["a.jpg", "b.jpg"]})
     path = tmp_path / "t"
@@ -180,7 +180,7 @@ def test_columns_are_images_by_what_they_hold(tmp_path: Path, values: pa.Array, 
     assert extras(manifest)[0]["word"] == "a.jpg"
     if "1!pixels" not in images:
         for image in manifest.items["image"].to_pylist():
-            assert read_file(resolve(image, manifest.base))[0] == PNG
+            assert read_whole(resolve(image, manifest.base)).content == PNG
 
 
 def test_webdataset_and_img2dataset(tmp_path: Path) -> None:

@@ -25,7 +25,8 @@ from pyarrow import parquet
 
 from kimik3_prep.errors import InputError, Problem
 from kimik3_prep.images.address import resolve
-from kimik3_prep.manifest.read import ITEM_SCHEMA, Manifest, read_manifest
+from kimik3_prep.manifest.items import ITEM_SCHEMA
+from kimik3_prep.manifest.read import Manifest, read_manifest
 from kimik3_prep.remote import scheme
 
 A, B = b'{"image": "a.jpg"}\n', b'{"image": "b.jpg"}\n'

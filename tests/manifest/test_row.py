@@ -12,8 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kimik3_prep.errors import Problem
+from kimik3_prep.manifest.items import short_image
 from kimik3_prep.manifest.report import MAX_PROBLEMS, Report, kind, show
-from kimik3_prep.manifest.row import ID_KEYS, IMAGE_KEYS, Item, Row, Selection, read_row, short_image
+from kimik3_prep.manifest.row import ID_KEYS, IMAGE_KEYS, Item, Row, Selection, read_row
 
 IMAGES_ONLY = "Kimi-K3 encoder mode supports image input only"
 HASH = "sha256:" + "0123456789abcdef" * 4

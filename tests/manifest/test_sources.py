@@ -22,7 +22,7 @@ import pytest
 from conftest import Run, png_bytes
 
 from kimik3_prep.images.address import resolve
-from kimik3_prep.images.source import read_file
+from kimik3_prep.images.source import read_whole
 from kimik3_prep.manifest.read import read_manifest
 from kimik3_prep.manifest.write import Wishes, gather
 
@@ -151,5 +151,5 @@ def test_every_source(name: str, tmp_path: Path, run: Run, monkeypatch: pytest.M
     gather(Wishes(source, Path("elsewhere/m.jsonl")))
     manifest = read_manifest("elsewhere/m.jsonl")
     assert manifest.items["id"].to_pylist() == [row["id"] for row in index]
-    found = [read_file(resolve(image, manifest.base))[1] for image in manifest.items["image"].to_pylist()]
+    found = [read_whole(resolve(image, manifest.base)).content_hash for image in manifest.items["image"].to_pylist()]
     assert found == hashes

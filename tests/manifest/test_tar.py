@@ -70,7 +70,7 @@ def test_members_are_where_python_finds_them(tmp_path: Path, form: int) -> None:
     assert [item["image"] for item in found] == [f"x.tar!tar:{b}+{s}!{n}" for b, s, n in expected]
     assert [item["id"] for item in found] == [name.partition(".")[0] for name in names]
     for item in found:
-        assert sources.read_file(resolve(item["image"], str(tmp_path)))[0] in files.values()
+        assert sources.read_whole(resolve(item["image"], str(tmp_path))).content in files.values()
 
 
 def test_what_stands_beside_an_image(tmp_path: Path) -> None:
@@ -261,10 +261,10 @@ def test_a_compressed_tar_is_read_where_it_lies(tmp_path: Path, pack: Callable[[
     for item in [*expected, *reversed(expected)]:
         for path in names:
             source = f"{path}!{item['image'].partition('!')[2]}"
-            assert sources.read_file(source)[0] == files[f"{item['id']}.png"]
+            assert sources.read_whole(source).content == files[f"{item['id']}.png"]
     names[0].write_bytes(pack(plain.read_bytes()[:5000]))
     with pytest.raises(ItemError, match="truncated"):
-        sources.read_file(f"{names[0]}!tar:6000+9!x")
+        sources.read_whole(f"{names[0]}!tar:6000+9!x")
 
 
 def test_the_digest_tells_archives_apart(tmp_path: Path) -> None:

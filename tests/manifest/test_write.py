@@ -17,7 +17,7 @@ from conftest import Run, picture, png_bytes, write_manifest
 from kimik3_prep.errors import InputError
 from kimik3_prep.images.address import resolve
 from kimik3_prep.images.decode import FORMATS
-from kimik3_prep.images.source import read_file
+from kimik3_prep.images.source import read_whole
 from kimik3_prep.manifest import magic
 from kimik3_prep.manifest.magic import SUFFIXES
 from kimik3_prep.manifest.read import read_manifest
@@ -277,7 +277,7 @@ def test_what_lies_in_a_table_or_a_tar_is_written_as_an_address(folder: Path) ->
         (row,), _ = made(f"in/{name}", output=folder / "out" / f"{name}.jsonl")
         assert row["image"].startswith(f"../in/{name}{place}")
         manifest = read_manifest(f"out/{name}.jsonl")
-        assert read_file(resolve(manifest.items["image"][0].as_py(), manifest.base))[0] == content
+        assert read_whole(resolve(manifest.items["image"][0].as_py(), manifest.base)).content == content
     assert (row["t"], row["image_path"]) == ("1970-01-01 00:00:00", "b.png")
 
 

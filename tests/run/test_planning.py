@@ -313,3 +313,16 @@ def test_a_token_budget_lowers_the_limit_of_the_images_that_need_it(tmp_path: Pa
     errors = {r["id"]: r["error_message"] for r in plan if r["error_code"] == "too_many_tokens"}
     assert errors["thin"] == "no scale brings it down to 4 tokens"
     assert errors.keys() == {"thin", "local"}
+
+
+@pytest.mark.parametrize("grid", [[1, 2**31 - 2, 2**31 - 2], [1, 2, 2**31 - 2], [1, 4096, 1026]])
+def test_a_grid_that_no_file_of_features_has_fails_its_item_alone(grid: list[int], tmp_path: Path) -> None:
+    rows: list[dict[str, object]] = [
+        {"id": "absurd", "features": "f.npy", "grid_thw": grid},
+        {"id": "largest", "features": "f.npy", "grid_thw": [1, 2048, 2048]},
+    ]
+    (tmp_path / "f.npy").write_bytes(b"")
+    absurd, largest = plan(asked(tmp_path, rows), Silent()).to_pylist()
+    assert (absurd["error_code"], absurd["shard"], absurd["patch_count"]) == ("bad_features", None, None)
+    assert f"is {grid[1] * grid[2]:,} patches" in absurd["error_message"]
+    assert (largest["error_code"], largest["patch_count"]) == (None, 2048 * 2048)
