@@ -16,6 +16,7 @@ import numpy as np
 
 from kimik3_prep.images.address import TableCell
 
+_MOST_OF_A_GROUP = 2 << 30  # bytes of a column in a row group
 _HELD_BYTES = 1 << 30  # of row groups that are kept; two are always: two shards are filled at a time
 
 
@@ -106,6 +107,10 @@ def _parquet_value(file: BinaryIO, version: Any, row: int, column: str) -> Any:
     group = int(np.searchsorted(ends, row, "right"))
 
     def load() -> Any:
+        chunks = [footer.row_group(group).column(n) for n in range(footer.num_columns)]
+        size = sum(c.total_uncompressed_size for c in chunks if c.path_in_schema.split(".")[0] == column.split(".")[0])
+        if size > _MOST_OF_A_GROUP:
+            raise OSError(f"row group {group} holds {size:,} bytes of images, which are in memory at once")
         with parquet.ParquetFile(file, metadata=footer, pre_buffer=False) as opened:
             return opened.read_row_group(group, columns=[column], use_threads=False)
 

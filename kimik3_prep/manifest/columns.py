@@ -27,6 +27,7 @@ _WHOLE = (*ID_KEYS, "width", "height")
 
 _MOST_OF_A_GROUP = 1 << 30  # bytes of images in a row group, which is in memory while they are read
 _BATCH = 4096
+_MOST_AT_A_TIME = 128 << 20  # bytes of rows that are in memory at once, several times
 _BATCH_OF_IMAGES = 16
 _LOOKED_AT = 16  # cells that are read at a time to tell whether a column holds images
 _LOOKED_FOR = 64  # times that so many are read, where all of them are null
@@ -122,7 +123,8 @@ def parquet_rows(
         leaves = _leaves(opened, table, name, report)
         if not table.images:
             number = 0
-            for batch in opened.iter_batches(batch_size=_BATCH, columns=leaves) if leaves else ():
+            size = _rows_at_a_time(opened, leaves)
+            for batch in opened.iter_batches(batch_size=size, columns=leaves) if leaves else ():
                 for place, values in enumerate(_values(_as_text(batch, name, report), number), number + 1):
                     yield Row(str(place), as_json(values))
                 number += batch.num_rows
@@ -134,7 +136,8 @@ def parquet_rows(
         for group in range(opened.num_row_groups):
             there = {c.name: known for c in table.images if (known := _all_there(opened, group, c)) is not None}
             unsure = [leaf for c in table.images if c.name not in there for leaf in _bytes_of(opened, c)]
-            for batch in _batches(opened, group, [*leaves, *unsure], _BATCH_OF_IMAGES if unsure else _BATCH):
+            size = _BATCH_OF_IMAGES if unsure else _rows_at_a_time(opened, leaves)
+            for batch in _batches(opened, group, [*leaves, *unsure], size):
                 yield from table.rows(_as_text(batch, name, report), number, there)
                 number += batch.num_rows
 
@@ -326,6 +329,21 @@ def _all_there(opened: Any, group: int, column: _Column) -> bool | None:
         return None
     nulls = chunk.statistics.null_count
     return bool(nulls == 0) if nulls in (0, opened.metadata.row_group(group).num_rows) else None
+
+
+def _rows_at_a_time(opened: Any, leaves: list[str]) -> int:
+    """As many rows as memory can be expected to hold: by the first ones, for text that repeats is small in the file."""
+    first = next(opened.iter_batches(batch_size=_LOOKED_AT, columns=leaves), None) if leaves else None
+    if first is None or not first.num_rows:
+        return _BATCH
+    bytes_of_a_row = sum(_expanded(column) for column in first.columns) // first.num_rows + 1
+    return int(min(_BATCH, max(1, _MOST_AT_A_TIME // bytes_of_a_row)))
+
+
+def _expanded(column: pa.Array) -> int:
+    """Bytes of a column's values, each for itself."""
+    plain = column.dictionary_decode() if isinstance(column, pa.DictionaryArray) else column
+    return int(plain.nbytes)
 
 
 def _batches(opened: Any, group: int, leaves: list[str], size: int) -> Iterator[pa.RecordBatch]:

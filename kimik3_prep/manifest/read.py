@@ -40,6 +40,7 @@ from kimik3_prep.manifest.text import text_rows
 from kimik3_prep.remote import parent, scheme
 
 _BATCH = 16_384
+_MOST_WITHOUT = 1_000_000  # rows without an image, after which nobody expects one any more
 _PIECE = 4 << 20  # bytes of a manifest at a URL that are asked for at a time
 _LETTERS = "*?["
 _BRACES = re.compile(r"\{([^{}]*)\}")
@@ -97,6 +98,9 @@ def read_manifest(
             place = row.place
             fields = fields or list(row.fields or ())[:20]
             items += read_row(row, number, f"{name}:{place}", report, select)
+            if number == _MOST_WITHOUT and not items and not batches:
+                report.add(name, f"none of the first {number:,} rows names an image", *_fields_hint(fields, select))
+                break
             if len(items) >= _BATCH:
                 batches.append(_batch(items, batches))
     except _CANNOT_READ as error:
@@ -125,9 +129,16 @@ def _nothing_found(name: str, fields: list[str], select: Selection, report: Repo
         left = "".join(f"; passed over: {each.count:,} {each.kind}" for each in report.passed_over)
         report.add(name, f"the manifest has no items{left}", 'one JSON object per line, for example {"image": "a.jpg"}')
         return
+    report.add(name, "no row names an image", *_fields_hint(fields, select))
+
+
+def _fields_hint(fields: list[str], select: Selection) -> tuple[str, str]:
+    """What rows should hold, and what they do."""
     expected = " or ".join(select.image_fields) or "a path, a URL or the bytes of an image in one of their fields"
-    hint = f"--image-field NAME says which field it is; the rows have {', '.join(map(show, fields))}"
-    report.add(name, "no row names an image", expected, hint)
+    return (
+        expected,
+        f"--image-field NAME says which field it is; the rows have {', '.join(map(show, fields)) or 'none'}",
+    )
 
 
 def _cannot_read(error: Exception, place: str) -> str:

@@ -17,7 +17,7 @@ from kimik3_prep.errors import InputError, ItemError
 from kimik3_prep.images import cell as cells
 from kimik3_prep.images.address import TableCell
 from kimik3_prep.images.decode import decode
-from kimik3_prep.images.source import read_whole
+from kimik3_prep.images.source import read_file, read_whole
 from kimik3_prep.manifest import columns as tables
 from kimik3_prep.manifest.read import read_manifest
 from kimik3_prep.output.folder import Output
@@ -139,3 +139,29 @@ def test_a_row_group_is_read_once_and_few_are_kept(tmp_path: Path, monkeypatch: 
     assert sorted(found) == [bytes([n]) for n in range(40)]
     assert loads == [0, 1, 2, 3]
     assert len(cells._groups._things) == 2
+
+
+def test_long_texts_are_read_a_few_rows_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A text that repeats is small in the file, and as large as each of its rows in memory."""
+    monkeypatch.setattr(tables, "_MOST_AT_A_TIME", 1 << 20)
+    sizes: list[int] = []
+    real = parquet.ParquetFile.iter_batches
+
+    def counting(self: Any, batch_size: int, **more: Any) -> Any:
+        sizes.append(batch_size)
+        return real(self, batch_size, **more)
+
+    monkeypatch.setattr(parquet.ParquetFile, "iter_batches", counting)
+    rows = [{"image": f"{n}.png", "text": "x" * 100_000} for n in range(50)]
+    for values in (pa.Table.from_pylist(rows), pa.Table.from_pylist(rows).combine_chunks()):
+        text = values["text"].combine_chunks().dictionary_encode()
+        parquet.write_table(values.set_column(1, "text", text), tmp_path / "m.parquet")
+        assert read_manifest(str(tmp_path / "m.parquet")).items.num_rows == 50
+        assert max(sizes[1:]) <= 16
+
+
+def test_a_row_group_that_no_memory_holds_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = saved(tmp_path / "m.parquet", [{"image": bytes([n]) * 1000} for n in range(9)], compression="none")
+    monkeypatch.setattr(cells, "_MOST_OF_A_GROUP", 5000)
+    with pytest.raises(ItemError, match=r"row group 0 holds .* bytes of images"):
+        read_file(f"{path}!parquet:0!image")

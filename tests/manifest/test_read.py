@@ -25,6 +25,7 @@ from pyarrow import parquet
 
 from kimik3_prep.errors import InputError, Problem
 from kimik3_prep.images.address import resolve
+from kimik3_prep.manifest import read
 from kimik3_prep.manifest.items import ITEM_SCHEMA
 from kimik3_prep.manifest.read import Manifest, read_manifest
 from kimik3_prep.remote import scheme
@@ -260,6 +261,14 @@ def test_broken_gzip_names_the_last_line_read(tmp_path: Path) -> None:
     for content in (b"\x1f\x8bnot gzip", whole[:10] + b"\xff" * 20, whole[:10]):
         problem = problem_of(saved(tmp_path, content))
         assert (problem.where, "cannot read the manifest" in problem.what) == (path, True)
+
+
+def test_a_flood_of_rows_without_an_image_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(read, "_MOST_WITHOUT", 1000)
+    path = saved(tmp_path, gzip.compress(b'{"a": 1}\n' * 5000 + A))
+    problem = problem_of(path)
+    assert (problem.what, '"a"' in problem.hint) == ("none of the first 1,000 rows names an image", True)
+    assert images(read_manifest(saved(tmp_path, A + b"{}\n" * 5000))) == ["a.jpg"]
 
 
 def test_many_rows_keep_their_order(tmp_path: Path) -> None:
