@@ -17,7 +17,7 @@ from kimik3_prep.errors import InputError, ItemError
 from kimik3_prep.images import cell as cells
 from kimik3_prep.images.address import TableCell
 from kimik3_prep.images.decode import decode
-from kimik3_prep.images.source import read_file, read_whole
+from kimik3_prep.images.source import read_whole
 from kimik3_prep.manifest import columns as tables
 from kimik3_prep.manifest.read import read_manifest
 from kimik3_prep.output.folder import Output
@@ -164,4 +164,4 @@ def test_a_row_group_that_no_memory_holds_is_not_read(tmp_path: Path, monkeypatc
     path = saved(tmp_path / "m.parquet", [{"image": bytes([n]) * 1000} for n in range(9)], compression="none")
     monkeypatch.setattr(cells, "_MOST_OF_A_GROUP", 5000)
     with pytest.raises(ItemError, match=r"row group 0 holds .* bytes of images"):
-        read_file(f"{path}!parquet:0!image")
+        read_whole(f"{path}!parquet:0!image")
