@@ -59,8 +59,13 @@ def write_whole(path: Path, write: Callable[[BinaryIO], object]) -> None:
     """Create or replace a file so that a crash or a loss of power leaves the old one or the new one, whole.
 
     `write` gets a temporary file beside it. Then contents, name and folder are made durable, in this order. A link at
-    either name is replaced and never followed. Raises DiskRefuses.
+    either name is replaced and never followed. A device or a pipe is written to, and keeps its name.
+    Raises DiskRefuses.
     """
+    if _is_stream(path):
+        with disk_errors(path), open(path, "wb") as stream:
+            write(stream)
+        return
     temporary = path.with_name(f"{path.name}.tmp")
     with disk_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -74,6 +79,16 @@ def write_whole(path: Path, write: Callable[[BinaryIO], object]) -> None:
             temporary.unlink(missing_ok=True)
             raise
         sync(path.parent)
+
+
+def _is_stream(path: Path) -> bool:
+    """Whether a name is that of a device or a pipe, such as /dev/full or /dev/stdout. A planted link to one is not."""
+    try:
+        mode = path.lstat().st_mode
+    except OSError:
+        return False
+    of_the_system = os.path.realpath(path.parent).startswith("/proc/") or str(path.parent) in ("/dev", "/dev/fd")
+    return of_the_system or not (stat.S_ISREG(mode) or stat.S_ISDIR(mode) or stat.S_ISLNK(mode))
 
 
 def _exclusively(name: str, flags: int) -> int:

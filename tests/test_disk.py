@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import stat
 from pathlib import Path
 from typing import BinaryIO, NoReturn
 
@@ -60,3 +61,31 @@ def test_the_sentence_names_path_need_and_what_is_free(tmp_path: Path) -> None:
 def test_a_folder_that_is_gone_too_is_said() -> None:
     with pytest.raises(RunError, match="its folder cannot be read"), disk_errors(Path("/nowhere/at/all")):
         raise OSError(errno.EIO, "Input/output error")
+
+
+def test_a_pipe_is_written_to_and_keeps_its_name(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    write_whole(pipe, lambda file: file.write(b"lines"))
+    assert os.read(reader, 100) == b"lines"
+    os.close(reader)
+    assert stat.S_ISFIFO(pipe.lstat().st_mode)
+    assert os.listdir(tmp_path) == ["pipe"]
+
+
+def test_a_link_to_a_pipe_is_replaced(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "run.json").symlink_to("pipe")
+    write_whole(tmp_path / "run.json", lambda file: file.write(b"{}"))
+    assert (tmp_path / "run.json").read_bytes() == b"{}"
+    assert not (tmp_path / "run.json").is_symlink()
+
+
+def test_a_planted_link_is_never_written_through(tmp_path: Path) -> None:
+    (tmp_path / "victim").write_text("dear")
+    for name in ("run.json", "run.json.tmp"):
+        (tmp_path / name).symlink_to("victim")
+    write_whole(tmp_path / "run.json", lambda file: file.write(b"{}"))
+    assert (tmp_path / "victim").read_text() == "dear"
+    assert (tmp_path / "run.json").read_bytes() == b"{}"
