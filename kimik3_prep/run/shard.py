@@ -127,9 +127,10 @@ def fill_shards(jobs: Iterable[ShardJob], workers: Workers, control: Control) ->
             in_work.add(shard)
             yield from shard.tasks()
 
+    answers = workers.run(tasks())
     with ThreadPoolExecutor(1, "commit") as thread:
         try:
-            for task, answer in workers.run(tasks()):
+            for task, answer in answers:
                 shard: _Filling = task.tag[0]
                 shard.take(task, answer)
                 if control.stopped:
@@ -146,6 +147,8 @@ def fill_shards(jobs: Iterable[ShardJob], workers: Workers, control: Control) ->
             if refused:
                 raise refused[0]
         except RunError:
+            answers.close()
+            workers.stop()  # a file that a worker has open takes up the disk even when it is removed
             while in_work:
                 in_work.pop().abandon()  # gives disk space back
             for shard, commit in full:

@@ -21,7 +21,7 @@ import sys
 import tempfile
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -128,13 +128,17 @@ class Workers:
         return self
 
     def __exit__(self, *error: object) -> None:
+        self.stop()
+        self._closing.close()
+
+    def stop(self) -> None:
+        """End all workers; new ones start when there is work."""
         for worker in self._workers:
             worker.process.kill()
         for worker in self._workers:
             worker.process.wait()
             worker.connection.close()
         self._workers.clear()
-        self._closing.close()
 
     @cached_property
     def _board(self) -> mmap.mmap:
@@ -176,7 +180,7 @@ class Workers:
         for slot in free[: max(0, count - len(self._workers))]:
             self._workers.append(self._started(slot))
 
-    def run(self, tasks: Iterable[Task]) -> Iterator[Answer]:
+    def run(self, tasks: Iterable[Task]) -> Generator[Answer, None, None]:
         """Do all tasks, pulling them as workers have room, and yield `(task, answer)` in the order of the answers.
 
         An answer is what the call returned, or an ItemError. Raises the PrepError that a task ended with, WorkerFault
