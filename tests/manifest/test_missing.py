@@ -12,6 +12,7 @@ from conftest import Silent, write_manifest
 from kimik3_prep.errors import InputError, Problem
 from kimik3_prep.manifest.missing import missing_files
 from kimik3_prep.manifest.read import read_manifest
+from kimik3_prep.manifest.report import show
 from kimik3_prep.run.check import Settings, check
 
 
@@ -32,7 +33,7 @@ def told(path: Path, *images: str, **more: Any) -> Problem | None:
 def test_the_folder_that_was_tried_and_the_one_that_has_them(folder: Path) -> None:
     problem = told(folder / "lists" / "m.jsonl", "2024/a.jpg", "2024/b.jpg")
     assert problem is not None
-    assert f'the folder that was tried is "{folder}/lists"' in problem.what
+    assert f"the folder that was tried is {show(f'{folder}/lists')}" in problem.what
     assert f"--image-dir {folder}/pictures" in problem.hint
     assert told(folder / "lists" / "m.jsonl", "2024/a.jpg", image_dir=str(folder / "pictures")) is None
 

@@ -228,7 +228,7 @@ def test_damage_and_difference_have_their_own_advice(copy: Path, whole: Path) ->
 def test_versions_that_differ_are_named(copy: Path, whole: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     forge(copy, "cpu-00002")
     here = {**codec_versions(), "pillow": "99.1"}
-    monkeypatch.setattr("kimik3_prep.reading.verify.codec_versions", lambda: here)
+    monkeypatch.setattr("kimik3_prep.reading.verify.codec_versions", lambda *formats: here)
     (finding,) = again(copy, whole.parent / "m.jsonl").problems
     assert f"versions differ: pillow {codec_versions()['pillow']} in the run and 99.1 here" in finding.what
 

@@ -189,7 +189,7 @@ def test_a_resume_does_not_probe_again(mixed: Path, tmp_path: Path, monkeypatch:
     [
         ({"dtype": "uint8"}, "dtype"),
         ({"shard_size": 1_000_000}, "shard_size"),
-        ({"dedupe": False}, "dedupe"),
+        ({"dedupe": "off"}, "dedupe"),
         ({"limit": 3}, "limit"),
         ({"max_pixels": 1000}, "max_pixels"),
     ],

@@ -23,7 +23,7 @@ from typing import Any
 import pytest
 from conftest import BINARY, Run, Silent, local_row, picture, slow_jpeg, tree, write_manifest
 
-from kimik3_prep.errors import InputError, RunError, TooManyFailures
+from kimik3_prep.errors import DiskRefuses, InputError, RunError, TooManyFailures
 from kimik3_prep.output.folder import Output
 from kimik3_prep.run import fill
 from kimik3_prep.run import ray as ray_engine
@@ -220,7 +220,7 @@ def test_a_driver_that_is_told_to_end_takes_its_workers_along(
 def test_on_error_fail_stops_before_the_shard_is_committed(sources: Path, tmp_path: Path) -> None:
     text = sources.read_text().splitlines(keepends=True)
     sources.write_text("".join(line for line in text if "gone" not in line))
-    with pytest.raises(TooManyFailures, match="as --on-error fail asks"):
+    with pytest.raises(TooManyFailures, match="--on-error fail"):
         encode(sources, "out", "ray", on_error="fail")
     assert not (tmp_path / "out" / "index.parquet").exists()
     encode(sources, "out", "ray")
@@ -262,7 +262,7 @@ def test_a_disk_that_refuses_is_our_error_and_is_not_tried_again(tmp_path: Path)
         server.asked = 0
         with pytest.raises(RunError, match=r"cannot write .*cpu-00000\.safetensors: Is a directory") as caught:
             encode(manifest, engine, engine)
-        assert type(caught.value) is RunError
+        assert type(caught.value) is DiskRefuses
         asked.append(server.asked)
     server.shutdown()
     server.server_close()
@@ -311,21 +311,21 @@ def test_a_gpu_is_asked_for_by_cuda_jobs_only(ray: Any, sources: Path) -> None:
 
 def test_a_worker_with_other_libraries_makes_nothing(sources: Path, tmp_path: Path) -> None:
     job = jobs_of(sources, "out")[0]
-    versions = {**_versions(), "pillow": "1.1.7"}
+    versions = {**_versions(()), "pillow": "1.1.7"}
     report = _ray_task(job, ONE, versions)
     assert report.result is None
     assert "instead of 1.1.7" in str(report.error)
     assert not (tmp_path / "out" / "shards").exists()
-    assert _ray_task(job, ONE, _versions()).result is not None
+    assert _ray_task(job, ONE, _versions(())).result is not None
 
 
 def test_a_shard_stops_at_the_failures_that_are_left(sources: Path, tmp_path: Path) -> None:
     job = next(job for job in jobs_of(sources, "out") if any("cut" in item.image for item in planned_items(job.rows)))
-    stopped = _ray_task(job, replace(ONE, most_failures=0), _versions())
+    stopped = _ray_task(job, replace(ONE, most_failures=0), _versions(()))
     assert (stopped.result, stopped.error) == (None, None)
     assert [error.code for _, _, error in stopped.items if error] == ["truncated"]
     assert not list(tmp_path.glob("out/shards/*"))
-    result = _ray_task(job, replace(ONE, most_failures=1), _versions()).result
+    result = _ray_task(job, replace(ONE, most_failures=1), _versions(())).result
     assert result is not None
     assert result.failed_rows == 1
 
