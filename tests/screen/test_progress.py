@@ -9,6 +9,7 @@ import pytest
 
 from kimik3_prep.errors import Problem
 from kimik3_prep.screen.progress import ProgressReporter
+from kimik3_prep.screen.terminal import err
 
 Capture = pytest.CaptureFixture[str]
 
@@ -73,7 +74,7 @@ class Terminal(io.StringIO):
 
 
 def test_a_bar_on_a_terminal_and_only_there(monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
-    monkeypatch.setenv("COLUMNS", "120")
+    monkeypatch.setattr(err, "_width", 120)  # COLUMNS is read once, when the module is imported
     monkeypatch.setenv("FORCE_COLOR", "1")  # asks for colours: a log of a build server must not be filled with bars
     with ProgressReporter(show=True) as reporter:
         reporter.phase("images", 2)
@@ -98,7 +99,7 @@ def test_count_share_and_time_left_fit_everywhere(
     stream = Terminal()
     monkeypatch.setattr("sys.stderr", stream)
     monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setenv("COLUMNS", str(columns))
+    monkeypatch.setattr(err, "_width", columns)
     with ProgressReporter(show=True) as reporter:
         reporter.phase("images", 1_000_000)
         for _ in range(5):
