@@ -10,6 +10,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import fields, replace
 from pathlib import Path
@@ -168,6 +169,15 @@ def encode(manifest: Path, output: Path, **more: Any) -> Any:
     """Encode in this process, with the published config."""
     settings = Settings(manifest=str(manifest), output=output, config="kimi-k3", **more)
     return prepare(settings, Silent())
+
+
+def until(condition: Callable[[], Any]) -> Any:
+    """Wait for a state, up to a limit that a busy machine meets."""
+    end = time.monotonic() + 240
+    while not (answer := condition()) and time.monotonic() < end:
+        time.sleep(0.02)
+    assert answer
+    return answer
 
 
 def flip(path: Path, at: int, bit: int = 0) -> None:

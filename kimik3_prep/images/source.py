@@ -118,12 +118,10 @@ def _opened_object(
     if isinstance(inside, TableCell):
         facts = remote.info(url)
         version = (url, *(str(facts.get(name)) for name in ("size", "ETag", "etag", "mtime", "updated", "created")))
-        with io.BufferedReader(remote.opened(url), _PIECE_OF_A_TABLE) as table:
-            content = read_cell(cast("BinaryIO", table), version, inside)
+        with _buffered(url) as table:
+            content = read_cell(table, version, inside)
     elif inside is not None and looks_packed(url):
-        content = _unpacked(
-            lambda: cast("BinaryIO", io.BufferedReader(remote.opened(url), _PIECE_OF_A_TABLE)), url, inside
-        )
+        content = _unpacked(lambda: _buffered(url), url, inside)
     elif whole:
         content = remote.read(url) if inside is None else remote.opened(url, inside.begin, inside.size).readall()
     else:

@@ -13,7 +13,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import BINARY, Run, Silent, local_row, picture, slow_jpeg, tree, write_manifest
+from conftest import BINARY, Run, Silent, local_row, picture, slow_jpeg, tree, until, write_manifest
 
 from kimik3_prep.errors import DiskRefuses, InputError, RunError, TooManyFailures
 from kimik3_prep.output.folder import Output
@@ -98,14 +98,6 @@ def encode(manifest: Path, out: str, engine: str, **more: Any) -> Silent:
     reporter = Silent()
     prepare(settings(manifest, out, engine, **more), reporter)
     return reporter
-
-
-def until(found: Callable[[], Any]) -> Any:
-    end = time.monotonic() + 240  # a busy machine takes its time
-    while not (answer := found()) and time.monotonic() < end:
-        time.sleep(0.01)
-    assert answer
-    return answer
 
 
 def at_work(out: Path) -> dict[str, int]:

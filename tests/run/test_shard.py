@@ -10,27 +10,17 @@ import signal
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
-from conftest import BINARY, Run, encode, picture, slow_jpeg, tree, write_manifest
+from conftest import BINARY, Run, encode, picture, slow_jpeg, tree, until, write_manifest
 from PIL import Image
 
 ENCODE = ["encode", "m.jsonl", "--config", "kimi-k3", "-o", "out", "--no-progress"]
-
-
-def until(condition: Callable[[], Any]) -> Any:
-    """Wait for a state, up to a limit that a busy machine meets."""
-    end = time.monotonic() + 240
-    while not (answer := condition()) and time.monotonic() < end:
-        time.sleep(0.02)
-    assert answer
-    return answer
 
 
 def children(process: int) -> list[int]:

@@ -7,14 +7,14 @@ import pickle
 import signal
 import subprocess
 import sys
-import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from calls import Echo
+from conftest import until
 
 from kimik3_prep.errors import ItemError, RunError, WorkersDoNotStart
 from kimik3_prep.run.workers import SharedMemory, Task, WorkerFault, Workers
@@ -39,15 +39,6 @@ def told(answer: Any) -> str:
 def two() -> Iterator[Workers]:
     with Workers(2, 60, GIB) as workers:
         yield workers
-
-
-def until(condition: Callable[[], Any]) -> Any:
-    """Wait for a state, up to a limit that a busy machine meets."""
-    end = time.monotonic() + 120
-    while not (answer := condition()) and time.monotonic() < end:
-        time.sleep(0.02)
-    assert answer
-    return answer
 
 
 def lives(process: int) -> bool:
@@ -147,7 +138,7 @@ def test_a_large_payload_reaches_a_worker(two: Workers) -> None:
 def test_a_worker_imports_what_images_need_and_no_more(two: Workers) -> None:
     (modules,) = run(two, ("modules", 0)).values()
     assert {"PIL.Image", "numpy", "xxhash"} <= set(modules)
-    assert not {"torch", "fsspec", "rich", "typer", "ray"} & set(modules)
+    assert not {"torch", "pyarrow", "fsspec", "rich", "typer", "ray"} & set(modules)
 
 
 def test_leaving_early_ends_the_workers_that_have_tasks(two: Workers) -> None:
