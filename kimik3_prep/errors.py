@@ -16,7 +16,7 @@
     │   ├── PatchesMissing        an item's patches do not fill its place
     │   ├── FileReplaced          somebody put another file in the place of one being written
     │   ├── NoMoreFiles           the process may open no more files
-    │   ├── LibraryRefuses        a library that Pillow decodes with cannot be loaded
+    │   ├── LibraryRefuses        a library that Pillow decodes with cannot be used
     │   └── CannotPrint           standard output takes no more text
     ├── Interrupted               Ctrl-C (exit 130) or SIGTERM (exit 143) stopped the command
     ├── StoreError                stored features cannot be read: a shard is gone, damaged or of another run (exit 3)
@@ -304,11 +304,11 @@ class NoMoreFiles(RunError):
 
 
 class LibraryRefuses(RunError):
-    """A library that Pillow decodes with is installed and cannot be loaded. Facts: the module, the reason."""
+    """A library that Pillow decodes with is installed and cannot be used. Facts: the module, the reason."""
 
     def __str__(self) -> str:
         module, reason = self.args
-        return f"{module} cannot be loaded, and without it images may decode differently: {reason}"
+        return f"{module} cannot be used, and without it images may decode differently: {reason}"
 
 
 class Interrupted(PrepError):

@@ -186,7 +186,7 @@ def _difference(planned: Stamp, now: Stamp) -> str:
 def codec_versions(formats: tuple[str, ...] = ()) -> dict[str, str]:
     """Pillow's version and those of the libraries it decodes with: the same file may decode differently with others.
 
-    Raises RunError where a library that is there cannot be loaded, which would look like one that is not.
+    Raises RunError where a library that is there cannot be loaded or asked, which would look like one that is not.
     """
     from PIL import __version__, features
 
@@ -197,9 +197,10 @@ def codec_versions(formats: tuple[str, ...] = ()) -> dict[str, str]:
             except ImportError as error:
                 raise LibraryRefuses(module, str(error)) from error
     names = ("libjpeg_turbo", "jpg", "webp", "avif", "libtiff", "jpg_2000", "littlecms2")
-    versions = {name: features.version(name) for name in names}
-    mine = {name: version for name, version in versions.items() if version}
-    return {"pillow": __version__, **mine, **extra_versions(formats)}
+    versions = {name: features.version(name) or "" for name in names if features.check(name)}
+    if silent := [name for name, version in versions.items() if not version]:
+        raise LibraryRefuses(silent[0], "Pillow has it and cannot say its version")
+    return {"pillow": __version__, **versions, **extra_versions(formats)}
 
 
 def _identify(file: BinaryIO, max_pixels: int, formats: tuple[str, ...]) -> ImageFile.ImageFile:

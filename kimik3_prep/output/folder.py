@@ -374,6 +374,8 @@ class Output:
         record = self.record()
         if record is None and (foreign := self._foreign_names()):
             what = f"holds {foreign[0]!r} and no run.json, so it is not a folder that kimik3-prep filled"
+            if self.run.is_symlink():
+                what = f"its run.json is a link to {os.readlink(self.run)}, where there is no file"
             raise InputError([Problem(str(self.root), what, "a new or empty folder", "choose another --output")])
         return record
 

@@ -22,6 +22,9 @@ from kimik3_prep.images.formats import EXTRAS
 #: Version of everything on disk. A reader refuses any other.
 FORMAT = 1
 
+#: Facts that say which items there are and where they go, and nothing of their bytes.
+_OF_THE_RUN = ("manifest", "limit", "backend", "shard_size", "dedupe")
+
 #: The one metadata key of a shard and of an index. Several keys would come out in random order.
 METADATA_KEY = "kimik3_prep"
 
@@ -110,6 +113,12 @@ class Recipe:
             **({} if group is None else {"group": group}),
             **({} if shard is None else {"shard": shard}),
         }
+
+    def differences(self, other: Recipe) -> list[tuple[str, Any, Any]]:
+        """Return each fact that makes other bytes of an item under the other recipe: its name and both values."""
+        mine, others = self.facts(), other.facts()
+        names = sorted({*mine, *others} - set(_OF_THE_RUN))
+        return [(name, mine.get(name), others.get(name)) for name in names if mine.get(name) != others.get(name)]
 
     # --- what follows from it ---
 

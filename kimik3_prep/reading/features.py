@@ -36,7 +36,7 @@ from kimik3_prep.reading.engines import (
     sglang_request,
     vllm_inputs,
 )
-from kimik3_prep.reading.stored import Ints, Key, StoredRun
+from kimik3_prep.reading.stored import Ints, Key, open_runs
 from kimik3_prep.remote import refuse
 
 _FLOATS = "float32, bfloat16 or float16; raw=True alone gives levels"
@@ -133,7 +133,7 @@ class Batch:
 
 
 class FeatureStore:
-    """The features in an output folder of `kimik3-prep encode`.
+    """The features in an output folder of `kimik3-prep encode`, or in several that make one store.
 
         store = FeatureStore("features")
         store["landscape"].pixel_values, store[0].grid_thw, store.batch(["landscape", "sign"])
@@ -141,6 +141,9 @@ class FeatureStore:
     `len(store)` counts manifest rows, and `store[i]` is manifest row i. Iteration and `ok` pass over failed items,
     which `failures` lists; asking for one by name or row raises FailedItem. An unknown id is a KeyError, a row out of
     range an IndexError, and a shard that is gone, damaged or of another run a StoreError.
+
+    `FeatureStore(["features", "more"])`: rows go on from folder to folder. The recipes must be equal and every id be in
+    one folder only, as `encode ALL --since features -o more` leaves it.
 
     Shards are mapped into memory as they are needed; an item's values are copied out once, so that nobody can write
     into a shard or into somebody else's item. Pickling carries the path and the options, no data: workers of a
@@ -157,12 +160,13 @@ class FeatureStore:
     check: compare the checksum of each item on reading (StoreError), which reads its bytes once more. Without it,
     place, count and grid of an item must agree with its shard's own grids, and a changed pixel is not seen.
 
-    Raises InputError for a folder that is no finished run, and for options that do not fit it.
+    Raises InputError for a folder that is no finished run, for folders that do not fit together, and for options that
+    do not fit them.
     """
 
     def __init__(
         self,
-        path: str | PathLike[str],
+        path: str | PathLike[str] | Sequence[str | PathLike[str]],
         *,
         dtype: torch.dtype | str | None = None,
         device: torch.device | str | None = None,
@@ -170,21 +174,25 @@ class FeatureStore:
         images: str | PathLike[str] | None = None,
         check: bool = False,
     ) -> None:
-        refuse(path)
-        self.path = Path(path).absolute()  # a worker may stand in another folder
+        folders = [path] if isinstance(path, str | PathLike) else list(path)
+        for folder in folders:
+            refuse(folder)
+        if not folders:
+            raise InputError([Problem("path", "no folder is named", "an output of `kimik3-prep encode`, or several")])
+        self.paths = tuple(Path(folder).absolute() for folder in folders)  # a worker may stand in another folder
         self._images = None if images is None else Path(images).absolute()
         self._check = check
-        self._run = StoredRun(self.path, self._images, check)
+        self._run = open_runs(self.paths, self._images, check)
         self._dtype, self._device, self._raw = _checked_dtype(dtype, raw, self._run.dtype), device, raw
 
     def __reduce__(self) -> tuple[Any, ...]:
         more: dict[str, Any] = {"dtype": self._dtype, "device": self._device, "raw": self._raw, "images": self._images}
         more["check"] = self._check
-        return partial(FeatureStore, **more), (self.path,)
+        return partial(FeatureStore, **more), (self.paths,)
 
     def __repr__(self) -> str:
         failed = len(self) - len(self.ok)
-        return f"FeatureStore({str(self.path)!r}: {len(self):,} items, {failed:,} failed, {self._run.dtype})"
+        return f"FeatureStore({self._run.name!r}: {len(self):,} items, {failed:,} failed, {self._run.dtype})"
 
     # --- what there is ------------------------------------------------------------------------------------------
 
@@ -212,6 +220,11 @@ class FeatureStore:
     def ok(self) -> Ints:
         """Manifest rows that have features, int64, rising."""
         return self._run.ok
+
+    @property
+    def lines(self) -> Ints:
+        """Manifest line of every row, int64 `[len(store)]`; those of a further folder go on after the last one's."""
+        return self._run.lines
 
     @property
     def failures(self) -> list[FailedItem]:
@@ -354,7 +367,7 @@ class FeatureStore:
         levels, strays = nearest_levels(dtype.widen(stored), entries)
         if strays or any(len(np.unique(channel)) < 256 for channel in entries):
             what = f"its {dtype.name} shards do not hold levels, and {strays:,} of these values are none"
-            raise InputError([Problem(str(self.path), what, hint="encode with --dtype uint8")])
+            raise InputError([Problem(self._run.name, what, hint="encode with --dtype uint8")])
         return torch.from_numpy(levels)
 
     def _placed(self, tensor: torch.Tensor) -> torch.Tensor:

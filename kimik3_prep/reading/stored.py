@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import operator
 from bisect import bisect_left
+from collections.abc import Sequence
 from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, SupportsIndex
@@ -38,8 +39,8 @@ class StoredRun:
     """The index of a finished run in memory, its shards mapped as they are needed. Rows are manifest rows from 0.
 
     table: the index. dtype, patch_size, merge_size, mean, std: of all its shards. grid_h, grid_w, num_tokens: int64 by
-    row, -1 for failed items. ok: the rows that have features, rising. index_only: there are no shards, so that patches
-    are computed from the images, as levels (dtype uint8).
+    row, -1 for failed items. ok: the rows that have features, rising. lines: the manifest line of each row.
+    index_only: there are no shards, so that patches are computed from the images, as levels (dtype uint8).
 
     images: the folder that image paths of an index-only run start from; None for the one it was made with.
     check: compare the checksum of every item that is read.
@@ -51,22 +52,33 @@ class StoredRun:
         self._check = check
         self.layout = Output(root)
         self._stamp = _stamp(self.layout.index)
-        self.table = _read_finished(self.layout)
-        about = _metadata(self.layout, self.table)
+        table = _read_finished(self.layout)
+        about = _metadata(self.layout, table)
         self.dtype, self.patch_size = str(about["dtype"]), int(about["patch_size"])
         self.merge_size = int(about["merge_size"])
         self.mean, self.std = tuple(about["image_mean"]), tuple(about["image_std"])
         self._fingerprint = about["fingerprint"]
         self.index_only = bool(about.get("index_only", False))
         self._images = images
+        self._names: list[str] = sorted(pc.unique(table["shard"].drop_null()).to_pylist())
+        self._shard = pc.fill_null(pc.index_in(table["shard"], pa.array(self._names, pa.string())), -1).to_numpy()
+        self._open = lru_cache(_OPEN_SHARDS)(self._open_shard)
+        self.lines: Ints = table["line"].to_numpy()
+        self._take(table)
+
+    def _take(self, table: pa.Table) -> None:
+        """Keep the rows of an index."""
+        self.table = table
         # Numbers as numpy columns: an element costs no Arrow scalar, and a million rows no million objects.
         numbers: dict[str, Ints] = {name: pc.fill_null(self.table[name], -1).to_numpy() for name in _NUMBERS}
         self._row, self._start, self._count, self.grid_h, self.grid_w, self.num_tokens = numbers.values()
-        self._names: list[str] = sorted(pc.unique(self.table["shard"].drop_null()).to_pylist())
-        self._shard = pc.fill_null(pc.index_in(self.table["shard"], pa.array(self._names, pa.string())), -1).to_numpy()
         self._is_ok: npt.NDArray[np.bool_] = pc.equal(self.table["status"], "ok").to_numpy()
         self.ok: Ints = np.flatnonzero(self._is_ok)
-        self._open = lru_cache(_OPEN_SHARDS)(self._open_shard)
+
+    @property
+    def name(self) -> str:
+        """Where it lies, for people."""
+        return str(self.layout.root)
 
     def __len__(self) -> int:
         return int(self.table.num_rows)
@@ -94,13 +106,13 @@ class StoredRun:
         if isinstance(key, str):
             found = self.find(key)
             if found is None:
-                raise KeyError(f"no item {key!r} in {self.layout.root}")
+                raise KeyError(f"no item {key!r} in {self.name}")
             row = found
         else:
             row = operator.index(key)
             row += len(self) if row < 0 else 0
             if not 0 <= row < len(self):
-                raise IndexError(f"no row {operator.index(key):,} in {self.layout.root}, which has {len(self):,}")
+                raise IndexError(f"no row {operator.index(key):,} in {self.name}, which has {len(self):,}")
         if not self._is_ok[row]:
             raise self.failure(row)
         return row
@@ -134,7 +146,7 @@ class StoredRun:
 
         Raises StoreError where a shard is gone, damaged, or does not belong to the index.
         """
-        spans = [self._computed(row) if self.index_only else self._span(row) for row in rows]
+        spans = [self.span(row) for row in rows]
         packed = np.empty((sum(map(len, spans)), 3, self.patch_size, self.patch_size), DTYPES[self.dtype].numpy)
         begin = 0
         for span in spans:
@@ -142,7 +154,11 @@ class StoredRun:
             begin += len(span)
         return packed
 
-    def _span(self, row: int) -> npt.NDArray[Any]:
+    def span(self, row: int) -> npt.NDArray[Any]:
+        """The patches of one row, mapped where a shard holds them. Raises StoreError as `patches`."""
+        return self._computed(row) if self.index_only else self._mapped(row)
+
+    def _mapped(self, row: int) -> npt.NDArray[Any]:
         """The patches of a row in its mapped shard, whose own grids say where they are."""
         name = self._names[self._shard[row]]
         pixels, grids, ends = self._open(name)
@@ -210,6 +226,92 @@ class StoredRun:
         if (grids < 1).any() or (grids > len(values)).any() or (len(ends) and ends[-1] != len(values)):
             raise SpanDiffers("grid_thws", str(path))
         return values, grids, ends
+
+
+class StoredRuns(StoredRun):
+    """Several finished runs as one: rows, and lines, go on from folder to folder.
+
+    Raises InputError for a folder that is no finished run, for runs whose recipes make other bytes of an image, and for
+    an id that two of them hold.
+    """
+
+    def __init__(self, roots: Sequence[Path], images: Path | None = None, check: bool = False) -> None:
+        runs = [StoredRun(root, images, check) for root in roots]
+        self._runs, first = runs, runs[0]
+        _refuse_unequal(runs)
+        self.dtype, self.patch_size, self.merge_size = first.dtype, first.patch_size, first.merge_size
+        self.mean, self.std, self.index_only = first.mean, first.std, first.index_only
+        self._ends: Ints = np.cumsum([len(run) for run in runs])
+        last_lines = np.cumsum([0, *(int(run.lines.max(initial=0)) for run in runs)])
+        self.lines = np.concatenate([run.lines + last for run, last in zip(runs, last_lines[:-1], strict=True)])
+        self._take(pa.concat_tables([run.table.replace_schema_metadata(None) for run in runs]))
+        _refuse_repeated(self.table["id"], runs)
+
+    @property
+    def name(self) -> str:
+        """Where they lie, for people."""
+        return ", ".join(run.name for run in self._runs)
+
+    def label(self, row: int) -> str:
+        """How a message names the item: `more: line 3, sunset`."""
+        run, own = self._at(row)
+        return f"{run.name}: {run.label(own)}"
+
+    def by_shard(self) -> Ints:
+        """The rows that have features as the shards store them, folder by folder."""
+        begins = self._ends - [len(run) for run in self._runs]
+        return np.concatenate([run.by_shard() + begin for run, begin in zip(self._runs, begins, strict=True)])
+
+    def span(self, row: int) -> npt.NDArray[Any]:
+        """The patches of one row, from its own folder."""
+        run, own = self._at(row)
+        return run.span(own)
+
+    def _at(self, row: int) -> tuple[StoredRun, int]:
+        """The run that holds a row, and its row there."""
+        number = int(np.searchsorted(self._ends, row, "right"))
+        run = self._runs[number]
+        return run, row - int(self._ends[number]) + len(run)
+
+
+def open_runs(roots: Sequence[Path], images: Path | None = None, check: bool = False) -> StoredRun:
+    """Open one finished run, or several as one."""
+    return StoredRun(roots[0], images, check) if len(roots) == 1 else StoredRuns(roots, images, check)
+
+
+def _refuse_unequal(runs: Sequence[StoredRun]) -> None:
+    """Raise InputError that names each fact by which a run would make other bytes of an image than the first."""
+    first = _recipe_of(runs[0])
+    hint = "encode it with the settings of the first, or open it as a store of its own"
+    problems = [
+        Problem(f"{run.name}: {fact}", f"it is {theirs!r}, and {mine!r} in {runs[0].name}", hint=hint)
+        for run in runs[1:]
+        for fact, mine, theirs in first.differences(_recipe_of(run))
+    ]
+    if problems:
+        raise InputError(problems)
+
+
+def _recipe_of(run: StoredRun) -> Recipe:
+    """The recipe of a run. Raises InputError where it is not there, or not that of the index."""
+    record = run.layout.record()
+    if record is None or record.recipe.fingerprint != index_metadata(run.table).get("fingerprint"):
+        what = "is gone, or of another run than the index, so that nobody knows whether it fits the other folders"
+        raise InputError([Problem(str(run.layout.run), what)])
+    return record.recipe
+
+
+def _refuse_repeated(ids: pa.ChunkedArray, runs: Sequence[StoredRun]) -> None:
+    """Raise InputError that names ids which several runs hold: they would each hide another."""
+    if pc.count_distinct(ids).as_py() == len(ids):
+        return
+    counts = pc.value_counts(ids)
+    repeated = counts.field("values").filter(pc.greater(counts.field("counts"), 1))
+    named = ", ".join(map(repr, repeated.slice(0, 3).to_pylist()))
+    holders = [run.name for run in runs if run.find(repeated[0].as_py()) is not None]
+    what = f"{len(repeated):,} ids are in several folders: {named}{', …' if len(repeated) > 3 else ''}"
+    hint = f"{repeated[0].as_py()!r} is in {' and '.join(holders)}; `encode --since` leaves out what a folder holds"
+    raise InputError([Problem("ids", what, "an id in one folder only", hint)])
 
 
 def _stamp(path: Path) -> tuple[int, int, int] | None:

@@ -32,7 +32,7 @@ class FeatureDataset(Dataset[Features]):
         self.num_tokens: Ints = store.num_tokens[self.rows]
         """Tokens of every index, for `TokenBudgetSampler`."""
 
-        self.lines: Ints = store.table["line"].to_numpy()[self.rows]
+        self.lines: Ints = store.lines[self.rows]
         """Manifest line of every index: images of one row have the same, for `TokenBudgetSampler(groups=…)`."""
 
     def __len__(self) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal, Protocol
@@ -72,6 +72,11 @@ class Settings:
     shard_range: tuple[int, int] | None = None
     formats: tuple[str, ...] = ()
     """Formats that packages of their own read, by the names in `EXTRAS`."""
+
+    @property
+    def most_failures(self) -> int | None:
+        """How many items may fail before the run stops; None: all."""
+        return 0 if self.on_error == "fail" else self.max_failures
 
     @property
     def ray(self) -> str:
@@ -167,21 +172,16 @@ def check(settings: Settings, reporter: Reporter) -> Checked:
 def _recipe(
     settings: Settings, config: PreprocessorConfig, manifest: Manifest, backend: Literal["cpu", "gpu"]
 ) -> Recipe:
-    return Recipe(
-        config=config,
-        manifest=manifest.digest,
-        limit=settings.limit,
-        backend=backend,
-        dtype="uint8" if settings.index_only else settings.dtype,
-        index_only=settings.index_only,
-        shard_size=settings.shard_size,
-        dedupe=settings.dedupe,
-        max_pixels=settings.max_pixels,
-        max_tokens=settings.max_tokens,
-        exif=settings.exif,
-        decoders=codec_versions(settings.formats),
-        formats=settings.formats,
-    )
+    """What the options say under a field's own name goes in as it is; the rest is worked out."""
+    names = {field.name for field in fields(Recipe)} & {field.name for field in fields(Settings)}
+    worked_out = {
+        "config": config,
+        "manifest": manifest.digest,
+        "backend": backend,
+        "dtype": "uint8" if settings.index_only else settings.dtype,
+        "decoders": codec_versions(settings.formats),
+    }
+    return Recipe(**{**{name: getattr(settings, name) for name in names}, **worked_out})
 
 
 def _was_planned(settings: Settings) -> bool:

@@ -30,7 +30,7 @@ def fill(
     _warn_of_lost_levels(recipe, reporter)
     left = _survey(settings, output)
     _warn_of_a_full_disk(output, recipe, left.patches, reporter)
-    limit = _FailureLimit(0 if settings.on_error == "fail" else settings.max_failures, left.failed_rows)
+    limit = _FailureLimit(settings.most_failures, left.failed_rows)
     control = Control(note=lambda where, text: reporter.warn(Problem(where, text, severity="warning")))
 
     def on_item(pixels: int, size: int, error: ItemError | None) -> None:

@@ -20,7 +20,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from kimik3_prep.checkpoint.grid import GridRule
-from kimik3_prep.errors import ItemError
+from kimik3_prep.errors import ItemError, TooManyFailures
 from kimik3_prep.images.address import resolve
 from kimik3_prep.manifest.read import Manifest
 from kimik3_prep.output.folder import Output
@@ -148,7 +148,10 @@ def _read_headers(
     workers: Workers,
     reporter: Reporter,
 ) -> None:
-    """Take the sizes of the `unknown` spans from the manifest where it gives them, else from the image headers."""
+    """Take the sizes of the `unknown` spans from the manifest where it gives them, else from the image headers.
+
+    Raises TooManyFailures as soon as more headers fail than items may: nobody waits for a million missing files.
+    """
     items = manifest.items.select(["image", "width", "height", "content_hash"])
     given = pc.fill_null(items["width"], 0).to_numpy()[spans.first_row]
     headers.width[unknown] = given[unknown]
@@ -170,11 +173,15 @@ def _read_headers(
                 slow = is_slow(image, manifest.base)
                 yield Task(call, image, weight=_HEADER_WEIGHT, slow=slow, tag=(span, promised))
 
+    failed, most = 0, settings.most_failures
     for task, answer in workers.run(tasks()):
         span, promised = task.tag
         if isinstance(answer, ItemError):
             headers.fail(span, answer)
             reporter.advance(1, 0, 0, 1)
+            failed += 1
+            if most is not None and failed > most:
+                raise TooManyFailures(failed, most, answer)
             continue
         if answer.kept is not None:
             workers.kept[task.payload] = answer.kept

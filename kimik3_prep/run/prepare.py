@@ -13,6 +13,7 @@ plans and the others wait for it. A shard belongs to one range, so ranges can be
 from __future__ import annotations
 
 import contextlib
+from dataclasses import replace
 from pathlib import Path
 
 import pyarrow as pa
@@ -37,7 +38,8 @@ def dry_run(settings: Settings, reporter: Reporter) -> PlanSummary:
     open_output(settings.output, settings.staging)
     checked = check(settings, reporter)
     with workers_of(settings) as workers:
-        table = plan(settings, checked, workers, reporter)
+        unlimited = replace(settings, on_error="record", max_failures=None)  # it counts what would fail, all of it
+        table = plan(unlimited, checked, workers, reporter)
     return summarize_plan(table, checked.recipe.config.patch_size, settings.dtype)
 
 

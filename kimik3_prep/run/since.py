@@ -22,8 +22,6 @@ from kimik3_prep.output.folder import Output
 from kimik3_prep.output.recipe import Recipe
 from kimik3_prep.remote import scheme
 
-#: Facts of a recipe that say which items there are and where they go, and nothing of their bytes.
-_OF_THE_RUN = ("manifest", "limit", "backend", "shard_size", "dedupe")
 _NAMED = 5
 
 
@@ -58,12 +56,10 @@ def without_held(manifest: Manifest, recipe: Recipe, earlier: Path, workers: int
 
 def _check_recipe(earlier: Path, before: Recipe, now: Recipe) -> None:
     """Raise PlanMismatch that names each fact which makes other bytes."""
-    old, new = before.facts(), now.facts()
     hint = "use the settings of that run, or encode everything anew"
     problems = [
-        Problem(f"--since {earlier}: {name}", f"that run has {old.get(name)!r}, this one {new.get(name)!r}", hint=hint)
-        for name in sorted({*old, *new} - set(_OF_THE_RUN))
-        if old.get(name) != new.get(name)
+        Problem(f"--since {earlier}: {name}", f"that run has {old!r}, this one {new!r}", hint=hint)
+        for name, old, new in before.differences(now)
     ]
     if problems:
         raise PlanMismatch(problems)

@@ -6,13 +6,14 @@ end (SIGTERM).
 
 from __future__ import annotations
 
+import errno
 import itertools
 import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
 from types import FrameType
-from typing import Any
+from typing import Any, TypeGuard
 
 import typer
 from typer.core import TyperGroup
@@ -49,13 +50,19 @@ def run_command(app: Callable[..., object]) -> None:
         report = answers.report_usage(error.format_message())
         answers.give_error(report, format)
         code = report.exit_code
-    except Exception as error:  # noqa: BLE001  nobody's answer should be a traceback
-        report = answers.report_error(error)
-        answers.give_error(report, "text" if isinstance(error, CannotPrint) else format)
+    except Exception as raised:  # noqa: BLE001  nobody's answer should be a traceback
+        reason = CannotPrint(raised.strerror) if _is_of_a_full_stdout(raised) else raised
+        report = answers.report_error(reason)
+        answers.give_error(report, "text" if isinstance(reason, CannotPrint) else format)
         if report.kind == "internal":
-            answers.print_traceback(error)
+            answers.print_traceback(reason)
         code = report.exit_code
     sys.exit(code)  # type: ignore[arg-type]
+
+
+def _is_of_a_full_stdout(error: Exception) -> TypeGuard[OSError]:
+    """Typer prints its help without our console. Files of ours have a name, or fail as DiskRefuses."""
+    return isinstance(error, OSError) and error.errno == errno.ENOSPC and error.filename is None
 
 
 def asked_format(arguments: Sequence[str]) -> answers.Format:

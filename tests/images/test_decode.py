@@ -21,7 +21,7 @@ import pytest
 from conftest import GOLDEN, golden_cases, picture
 from PIL import Image, ImageFile, ImageOps, PngImagePlugin, UnidentifiedImageError
 
-from kimik3_prep.errors import ItemError
+from kimik3_prep.errors import ItemError, LibraryRefuses
 from kimik3_prep.images.decode import FORMATS, codec_versions, decode, probe
 from kimik3_prep.images.source import Stamp, read_whole
 
@@ -419,6 +419,15 @@ def test_codec_versions_name_pillow_and_its_libraries() -> None:
     versions = codec_versions()
     assert versions["pillow"]
     assert versions["libjpeg_turbo"]
+
+
+def test_a_library_without_a_version_is_an_error_and_no_absence(monkeypatch: pytest.MonkeyPatch) -> None:
+    from PIL import features
+
+    asked = features.version
+    monkeypatch.setattr(features, "version", lambda name: None if name == "littlecms2" else asked(name))
+    with pytest.raises(LibraryRefuses, match=r"littlecms2 .* cannot say its version"):
+        codec_versions()
 
 
 # --- hostile files ------------------------------------------------------------------------------------------------

@@ -121,7 +121,7 @@ def test_a_library_that_cannot_be_loaded_is_no_absent_one(monkeypatch: pytest.Mo
         return real(name)
 
     monkeypatch.setattr(decoding, "import_module", refuse)
-    with pytest.raises(LibraryRefuses, match=r"PIL\._webp cannot be loaded.*failed to map segment"):
+    with pytest.raises(LibraryRefuses, match=r"PIL\._webp cannot be used.*failed to map segment"):
         codec_versions()
 
 

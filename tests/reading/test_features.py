@@ -599,3 +599,77 @@ def test_one_changed_pixel_is_seen_with_check(copy: Path) -> None:
     FeatureStore(copy)["n1"]
     with pytest.raises(StoreError, match=r"line 3, n1: its bytes in .* are not those that were written"):
         FeatureStore(copy, check=True)["n1"]
+
+
+# --- several folders as one ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def grown(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run `first` of three pictures, `more` of what a longer manifest adds (two of one row, one gone), and `all`."""
+    folder = tmp_path_factory.mktemp("grown")
+    for number in range(6):
+        picture(40 + 30 * number, 60, "RGB", number).save(folder / f"{number}.png")
+    rows: list[dict[str, Any]] = [{"id": f"n{number}", "image": f"{number}.png"} for number in range(3)]
+    write_manifest(folder / "first.jsonl", rows)
+    rows += [{"id": "n3", "image": "3.png"}, {"id": "pair", "images": ["4.png", "5.png"]}, {"image": "gone.png"}]
+    write_manifest(folder / "all.jsonl", rows)
+    for manifest, name, since in (("first", "first", None), ("all", "more", folder / "first"), ("all", "all", None)):
+        settings = Settings(
+            manifest=str(folder / f"{manifest}.jsonl"), output=folder / name, config="kimi-k3", since=since
+        )
+        prepare(settings, Silent())
+    return folder
+
+
+@pytest.mark.parametrize("check", [False, True])
+def test_several_folders_are_one_store(grown: Path, check: bool) -> None:
+    whole, both = FeatureStore(grown / "all"), FeatureStore([grown / "first", str(grown / "more")], check=check)
+    assert len(both) == len(whole) == 7
+    assert both.ok.tolist() == whole.ok.tolist()
+    assert both.num_tokens.tolist() == whole.num_tokens.tolist()
+    assert [item.id for item in both] == [item.id for item in whole]
+    for one, other in zip(both, whole, strict=True):
+        assert torch.equal(one.pixel_values, other.pixel_values)
+    assert sorted(item.id for item in both.iterate("shard")) == sorted(item.id for item in whole)
+    assert torch.equal(both.batch([5, "n0", -3]).pixel_values, whole.batch([5, "n0", -3]).pixel_values)
+    assert [failure.code for failure in both.failures] == ["not_found"]
+    with pytest.raises(KeyError, match=r"first, .*more"):
+        both["nobody"]
+
+
+def test_a_row_of_several_images_stays_together_and_apart_from_the_other_folder(grown: Path) -> None:
+    lines = FeatureStore([grown / "first", grown / "more"]).lines.tolist()
+    assert lines[:3] == [1, 2, 3]
+    assert lines[4] == lines[5]
+    assert len(set(lines)) == 6
+
+
+def test_a_store_of_several_folders_goes_to_workers(grown: Path) -> None:
+    both = FeatureStore([grown / "first", grown / "more"])
+    there = pickle.loads(pickle.dumps(both))
+    assert torch.equal(there["n3"].pixel_values, both["n3"].pixel_values)
+    assert repr(there) == repr(both)
+
+
+def test_an_id_in_two_folders_is_refused(grown: Path) -> None:
+    with pytest.raises(InputError, match=r"3 ids are in several folders: 'n0', 'n1', 'n2'.*first and .*all"):
+        FeatureStore([grown / "first", grown / "all"])
+
+
+def test_folders_of_other_recipes_are_refused_by_name(grown: Path, tmp_path: Path) -> None:
+    settings = Settings(
+        manifest=str(grown / "all.jsonl"), output=tmp_path / "odd", config="kimi-k3", dtype="uint8", exif="apply"
+    )
+    prepare(settings, Silent())
+    with pytest.raises(InputError) as caught:
+        FeatureStore([grown / "first", tmp_path / "odd"])
+    assert [problem.where.rpartition(" ")[2] for problem in caught.value.problems] == ["dtype", "exif"]
+    (tmp_path / "odd" / "run.json").unlink()
+    with pytest.raises(InputError, match="is gone, or of another run"):
+        FeatureStore([grown / "first", tmp_path / "odd"])
+
+
+def test_no_folder_is_no_store() -> None:
+    with pytest.raises(InputError, match="no folder is named"):
+        FeatureStore([])

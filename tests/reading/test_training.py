@@ -164,7 +164,7 @@ def test_pinning_reaches_every_tensor(store: FeatureStore, monkeypatch: pytest.M
 
 
 def test_a_batch_carries_rows_and_extra_and_normalises_itself(store: FeatureStore) -> None:
-    raw, plain = FeatureStore(store.path, raw=True), FeatureStore(store.path)
+    raw, plain = FeatureStore(store.paths[0], raw=True), FeatureStore(store.paths[0])
     for batch in (raw.batch(["n1", "n3"]), collate([raw["n1"], raw["n3"]])):
         assert batch.pixel_values.dtype == torch.uint8
         assert [row["image"] for row in batch.rows] == ["1.png", "3.png"]
@@ -281,7 +281,7 @@ if __name__ == "__main__":
 
 def test_two_processes_train_side_by_side(store: FeatureStore, tmp_path: Path) -> None:
     (tmp_path / "rank.py").write_text(RANK)
-    command = [sys.executable, str(tmp_path / "rank.py"), str(store.path)]
+    command = [sys.executable, str(tmp_path / "rank.py"), str(store.paths[0])]
     env = {**os.environ, "GLOO_SOCKET_IFNAME": "lo"}
     ranks = [
         subprocess.Popen([*command, str(rank), str(tmp_path / "meet")], env=env, stdout=-1, stderr=-1, text=True)
@@ -296,7 +296,7 @@ def test_a_stateful_loader_goes_on_in_the_middle_of_an_epoch(store: FeatureStore
     loaders = pytest.importorskip("torchdata.stateful_dataloader")
 
     def make(workers: int) -> Any:
-        dataset = FeatureDataset(FeatureStore(store.path))
+        dataset = FeatureDataset(FeatureStore(store.paths[0]))
         sampler = TokenBudgetSampler(dataset.num_tokens, 8, shuffle=True)
         return loaders.StatefulDataLoader(dataset, batch_sampler=sampler, collate_fn=collate, num_workers=workers)
 

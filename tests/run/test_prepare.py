@@ -269,6 +269,26 @@ def test_max_failures(mixed: Path, tmp_path: Path) -> None:
     assert encode(mixed, tmp_path / "out", max_failures=3).failed == 3
 
 
+def test_missing_files_stop_the_planning_before_all_are_asked_for(tmp_path: Path) -> None:
+    picture(50, 40).save(tmp_path / "there.png")
+    rows = [{"image": "there.png"}, *({"image": f"gone-{number}.png"} for number in range(300))]
+    manifest = write_manifest(tmp_path / "m.jsonl", rows)
+    with pytest.raises(TooManyFailures, match=r"stopped at 11 failed items .*--max-failures 10") as caught:
+        encode(manifest, tmp_path / "out", max_failures=10, workers=1)
+    assert caught.value.failed == 11
+    assert not (tmp_path / "out" / "plan.parquet").exists()
+    assert encode(manifest, tmp_path / "out").failed == 300  # the same folder, without the option
+    settings = Settings(manifest=str(manifest), output=tmp_path / "dry", config="kimi-k3", max_failures=10)
+    assert dry_run(settings, Silent()).failed == 300  # it counts all that would fail
+
+
+def test_a_run_record_that_is_a_link_to_nothing_is_named(mixed: Path, tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "run.json").symlink_to("nowhere.json")
+    with pytest.raises(InputError, match=r"its run.json is a link to nowhere.json, where there is no file"):
+        encode(mixed, tmp_path / "out")
+
+
 def test_a_stop_leaves_no_temporary_file(mixed: Path, tmp_path: Path) -> None:
     class Impatient(Silent):
         def advance(self, images: int, pixels: int, size: int, failed: int) -> None:

@@ -29,6 +29,7 @@ def test_nothing_fits_on_standard_output(command: list[str], tmp_path: Path) -> 
     assert done.returncode in (2, 3)
     assert "error: " in done.stderr
     assert "Traceback" not in done.stderr
+    assert "internal error" not in done.stderr
     assert "Exception ignored" not in done.stderr
 
 
