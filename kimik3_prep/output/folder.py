@@ -41,7 +41,7 @@ from kimik3_prep.disk import (
 )
 from kimik3_prep.errors import InputError, PlanMismatch, Problem
 from kimik3_prep.output import tables
-from kimik3_prep.output.recipe import FORMAT, Recipe, fingerprint
+from kimik3_prep.output.recipe import FORMAT, Recipe, differences, fingerprint
 from kimik3_prep.remote import scheme
 
 _PIECE = 8 << 20  # bytes of a file that are read at a time
@@ -395,7 +395,7 @@ class Output:
                 f"this run was started with {old!r}, now it is {new!r}",
                 hint=hint,
             )
-            for fact, old, new in _differences(started_with.facts(), recipe.facts())
+            for fact, old, new in differences(started_with.facts(), recipe.facts())
         ]
         if changed:
             raise PlanMismatch(changed)
@@ -420,16 +420,6 @@ def _digest(path: Path) -> str:
         while piece := file.read(_PIECE):
             digest.update(piece)
     return digest.hexdigest()
-
-
-def _differences(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
-    """Yield each fact that differs, with both values."""
-    for name in sorted({*old, *new}):
-        before, after = old.get(name), new.get(name)
-        if isinstance(before, dict) and isinstance(after, dict):
-            yield from _differences(before, after, f"{prefix}{name}.")
-        elif before != after:
-            yield f"{prefix}{name}", before, after
 
 
 def read_record(path: Path) -> RunRecord | None:

@@ -116,9 +116,7 @@ class Recipe:
 
     def differences(self, other: Recipe) -> list[tuple[str, Any, Any]]:
         """Return each fact that makes other bytes of an item under the other recipe: its name and both values."""
-        mine, others = self.facts(), other.facts()
-        names = sorted({*mine, *others} - set(_OF_THE_RUN))
-        return [(name, mine.get(name), others.get(name)) for name in names if mine.get(name) != others.get(name)]
+        return [each for each in differences(self.facts(), other.facts()) if each[0] not in _OF_THE_RUN]
 
     # --- what follows from it ---
 
@@ -141,6 +139,16 @@ def odd_metadata(metadata: Mapping[str, Any]) -> str:
         if name in metadata and not rules[name].allows(metadata[name]):
             return f"its {name} is {_shown(metadata[name])}, not {rules[name].expected}"
     return ""
+
+
+def differences(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """Yield each fact that differs between two recipes' facts, with both values."""
+    for name in sorted({*old, *new}):
+        before, after = old.get(name), new.get(name)
+        if isinstance(before, dict) and isinstance(after, dict):
+            yield from differences(before, after, f"{prefix}{name}.")
+        elif before != after:
+            yield f"{prefix}{name}", before, after
 
 
 def fingerprint(facts: Mapping[str, Any]) -> str:

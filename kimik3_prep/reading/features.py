@@ -146,7 +146,7 @@ class FeatureStore:
     one folder only, as `encode ALL --since features -o more` leaves it.
 
     Shards are mapped into memory as they are needed; an item's values are copied out once, so that nobody can write
-    into a shard or into somebody else's item. Pickling carries the path and the options, no data: workers of a
+    into a shard or into somebody else's item. Pickling carries the paths and the options, no data: workers of a
     DataLoader, forked or spawned, read the files themselves.
 
     dtype: cast floating point values to this, by name or as torch.dtype; None keeps the shards' own (float32 for uint8

@@ -39,7 +39,7 @@ class StoredRun:
     """The index of a finished run in memory, its shards mapped as they are needed. Rows are manifest rows from 0.
 
     table: the index. dtype, patch_size, merge_size, mean, std: of all its shards. grid_h, grid_w, num_tokens: int64 by
-    row, -1 for failed items. ok: the rows that have features, rising. lines: the manifest line of each row.
+    row, -1 for failed items. ok: the rows that have features, rising.
     index_only: there are no shards, so that patches are computed from the images, as levels (dtype uint8).
 
     images: the folder that image paths of an index-only run start from; None for the one it was made with.
@@ -63,7 +63,6 @@ class StoredRun:
         self._names: list[str] = sorted(pc.unique(table["shard"].drop_null()).to_pylist())
         self._shard = pc.fill_null(pc.index_in(table["shard"], pa.array(self._names, pa.string())), -1).to_numpy()
         self._open = lru_cache(_OPEN_SHARDS)(self._open_shard)
-        self.lines: Ints = table["line"].to_numpy()
         self._take(table)
 
     def _take(self, table: pa.Table) -> None:
@@ -79,6 +78,11 @@ class StoredRun:
     def name(self) -> str:
         """Where it lies, for people."""
         return str(self.layout.root)
+
+    @cached_property
+    def lines(self) -> Ints:
+        """The manifest line of each row."""
+        return np.asarray(self.table["line"].to_numpy(), np.int64)
 
     def __len__(self) -> int:
         return int(self.table.num_rows)
@@ -241,9 +245,7 @@ class StoredRuns(StoredRun):
         _refuse_unequal(runs)
         self.dtype, self.patch_size, self.merge_size = first.dtype, first.patch_size, first.merge_size
         self.mean, self.std, self.index_only = first.mean, first.std, first.index_only
-        self._ends: Ints = np.cumsum([len(run) for run in runs])
-        last_lines = np.cumsum([0, *(int(run.lines.max(initial=0)) for run in runs)])
-        self.lines = np.concatenate([run.lines + last for run, last in zip(runs, last_lines[:-1], strict=True)])
+        self._begins: Ints = np.cumsum([0, *map(len, runs[:-1])])
         self._take(pa.concat_tables([run.table.replace_schema_metadata(None) for run in runs]))
         _refuse_repeated(self.table["id"], runs)
 
@@ -252,6 +254,12 @@ class StoredRuns(StoredRun):
         """Where they lie, for people."""
         return ", ".join(run.name for run in self._runs)
 
+    @cached_property
+    def lines(self) -> Ints:
+        """The manifest line of each row; those of a further folder go on after the last one's."""
+        lines = [run.lines for run in self._runs]
+        return _joined(lines, np.cumsum([0, *(each.max(initial=0) for each in lines[:-1])]))
+
     def label(self, row: int) -> str:
         """How a message names the item: `more: line 3, sunset`."""
         run, own = self._at(row)
@@ -259,8 +267,7 @@ class StoredRuns(StoredRun):
 
     def by_shard(self) -> Ints:
         """The rows that have features as the shards store them, folder by folder."""
-        begins = self._ends - [len(run) for run in self._runs]
-        return np.concatenate([run.by_shard() + begin for run, begin in zip(self._runs, begins, strict=True)])
+        return _joined([run.by_shard() for run in self._runs], self._begins)
 
     def span(self, row: int) -> npt.NDArray[Any]:
         """The patches of one row, from its own folder."""
@@ -269,9 +276,13 @@ class StoredRuns(StoredRun):
 
     def _at(self, row: int) -> tuple[StoredRun, int]:
         """The run that holds a row, and its row there."""
-        number = int(np.searchsorted(self._ends, row, "right"))
-        run = self._runs[number]
-        return run, row - int(self._ends[number]) + len(run)
+        number = int(np.searchsorted(self._begins, row, "right")) - 1
+        return self._runs[number], row - int(self._begins[number])
+
+
+def _joined(parts: Sequence[Ints], shifts: Ints) -> Ints:
+    """Numbers of several runs one after the other, each run's moved up by its shift."""
+    return np.concatenate([part + shift for part, shift in zip(parts, shifts, strict=True)])
 
 
 def open_runs(roots: Sequence[Path], images: Path | None = None, check: bool = False) -> StoredRun:

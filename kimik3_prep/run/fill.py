@@ -10,12 +10,13 @@ from dataclasses import dataclass
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from kimik3_prep.errors import ItemError, Problem, RunStopped, TooManyFailures
+from kimik3_prep.errors import ItemError, Problem, RunStopped
 from kimik3_prep.output.folder import Output
 from kimik3_prep.output.recipe import Recipe
 from kimik3_prep.output.tables import split_shards
 from kimik3_prep.pixels.cpu import lost_levels
 from kimik3_prep.run.check import Checked, Reporter, Settings
+from kimik3_prep.run.planning import FailureLimit
 from kimik3_prep.run.shard import Control, ShardJob, Stopped, fill_shards
 from kimik3_prep.run.workers import Workers
 
@@ -30,7 +31,7 @@ def fill(
     _warn_of_lost_levels(recipe, reporter)
     left = _survey(settings, output)
     _warn_of_a_full_disk(output, recipe, left.patches, reporter)
-    limit = _FailureLimit(settings.most_failures, left.failed_rows)
+    limit = FailureLimit(settings.most_failures, left.failed_rows)
     control = Control(note=lambda where, text: reporter.warn(Problem(where, text, severity="warning")))
 
     def on_item(pixels: int, size: int, error: ItemError | None) -> None:
@@ -129,26 +130,3 @@ def _warn_of_a_full_disk(output: Output, recipe: Recipe, patches: int, reporter:
         hint += f"; --dtype uint8 would need {patches * 3 * recipe.config.patch_size**2:,}"
     what = f"{needed:,} bytes are to be written and {free:,} are free"
     reporter.warn(Problem(str(output.root), what, hint=hint, severity="warning"))
-
-
-class _FailureLimit:
-    """Counts the failed items of a run against `--max-failures`; None: no limit."""
-
-    def __init__(self, most: int | None, failed: int) -> None:
-        self._most, self._failed = most, failed
-        self._first: ItemError | None = None
-
-    def left(self) -> int | None:
-        """Return how many more items may fail."""
-        return None if self._most is None else max(0, self._most - self._failed)
-
-    def count(self, error: ItemError) -> bool:
-        """Count a failed item, and return whether it was one too many."""
-        self._failed += 1
-        self._first = self._first or error
-        return self._most is not None and self._failed > self._most
-
-    def check(self) -> None:
-        """Raise TooManyFailures once there was one too many."""
-        if self._most is not None and self._failed > self._most:
-            raise TooManyFailures(self._failed, self._most, self._first)

@@ -173,15 +173,14 @@ def _read_headers(
                 slow = is_slow(image, manifest.base)
                 yield Task(call, image, weight=_HEADER_WEIGHT, slow=slow, tag=(span, promised))
 
-    failed, most = 0, settings.most_failures
+    limit = FailureLimit(settings.most_failures)
     for task, answer in workers.run(tasks()):
         span, promised = task.tag
         if isinstance(answer, ItemError):
             headers.fail(span, answer)
             reporter.advance(1, 0, 0, 1)
-            failed += 1
-            if most is not None and failed > most:
-                raise TooManyFailures(failed, most, answer)
+            limit.count(answer)
+            limit.check()
             continue
         if answer.kept is not None:
             workers.kept[task.payload] = answer.kept
@@ -199,6 +198,29 @@ def _keep(headers: Headers, span: int, header: Header, promised: str | None) -> 
         headers.mode[span], headers.format[span] = header.mode, header.format
     if header.stamp is not None:
         headers.source_size[span], headers.source_mtime_ns[span] = header.stamp
+
+
+class FailureLimit:
+    """Counts the failed items of a run against `--max-failures`; None: no limit."""
+
+    def __init__(self, most: int | None, failed: int = 0) -> None:
+        self._most, self._failed = most, failed
+        self._first: ItemError | None = None
+
+    def left(self) -> int | None:
+        """Return how many more items may fail."""
+        return None if self._most is None else max(0, self._most - self._failed)
+
+    def count(self, error: ItemError) -> bool:
+        """Count a failed item, and return whether it was one too many."""
+        self._failed += 1
+        self._first = self._first or error
+        return self._most is not None and self._failed > self._most
+
+    def check(self) -> None:
+        """Raise TooManyFailures once there was one too many."""
+        if self._most is not None and self._failed > self._most:
+            raise TooManyFailures(self._failed, self._most, self._first)
 
 
 # --- spans ----------------------------------------------------------------------------------------------------------
