@@ -66,7 +66,7 @@ class ShardWriter:
     def __init__(self, path: Path, form: ShardFormat, images: int, patches: int) -> None:
         """Create the file at its planned size. Raises ShardInUse, DiskRefuses."""
         self._path = path
-        self.temporary = path.with_name(path.name + ".tmp")
+        self.temporary = self.temporary_of(path)
         self._form = form
         self._data = len(form.header(images, patches)) + images * 24  # where patches start
         self.size = self._data + patches * form.patch_bytes
@@ -81,6 +81,11 @@ class ShardWriter:
             except BaseException:
                 self.abort()
                 raise
+
+    @staticmethod
+    def temporary_of(path: Path) -> Path:
+        """Return the name that a shard has until it is finished."""
+        return path.with_name(path.name + ".tmp")
 
     @property
     def descriptor(self) -> int:

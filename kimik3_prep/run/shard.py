@@ -119,12 +119,14 @@ def fill_shards(jobs: Iterable[ShardJob], workers: Workers, control: Control) ->
             if job.output.committed(job.name):
                 continue
             wait([commit for _, commit in full if not commit.done()][:-_COMMITS_WAITING])
+            shard = _Filling(job, workers, control)
+            in_work.add(shard)  # before there is a file: Ctrl-C may come at any moment
             try:
-                shard = _Filling(job, workers, control)
+                shard.begin()
             except RunError as error:  # there is no room for the next shard: those in work are finished first
+                in_work.remove(shard)
                 refused.append(error)
                 return
-            in_work.add(shard)
             yield from shard.tasks()
 
     answers = workers.run(tasks())
@@ -173,15 +175,21 @@ class _Filling:
         self._places: list[tuple[int, int]] | None = None  # final rows and patch starts, once the shard is complete
         self._not_loaded = len(self._items)
         self._batches = self._device_batches() if job.group == "gpu" else None
-        patches = self._items[-1].patch_start + self._items[-1].patch_count
-        self._writer = ShardWriter(
-            job.output.shard(job.name), ShardFormat(job.recipe, job.group), len(self._items), patches
-        )
+        self._begun = False
 
     @property
     def full(self) -> bool:
         """Whether every image has its result."""
         return len(self._results) == len(self._items)
+
+    def begin(self) -> None:
+        """Create the file. Raises ShardInUse, DiskRefuses."""
+        job, last = self._job, self._items[-1]
+        form = ShardFormat(job.recipe, job.group)
+        self._begun = True
+        self._writer = ShardWriter(
+            job.output.shard(job.name), form, len(self._items), last.patch_start + last.patch_count
+        )
 
     def tasks(self) -> Iterator[Task]:
         """Yield a task for each image."""
@@ -245,8 +253,11 @@ class _Filling:
                 self.commit()
 
     def abandon(self) -> None:
-        """Remove the unfinished file."""
-        self._writer.abort()
+        """Remove the unfinished file, also where a signal came while it was created."""
+        if hasattr(self, "_writer"):
+            self._writer.abort()
+        elif self._begun:
+            ShardWriter.temporary_of(self._job.output.shard(self._job.name)).unlink(missing_ok=True)
 
     def _keep(self, item: PlannedItem, result: tuple[Met, str] | ItemError) -> None:
         self._results[item.row] = result

@@ -23,6 +23,7 @@ from PIL import Image
 from kimik3_prep.checkpoint.config import PreprocessorConfig
 from kimik3_prep.checkpoint.levels import DTYPES, level_table
 from kimik3_prep.errors import InputError, PlanMismatch, TooManyFailures
+from kimik3_prep.output import shard_file
 from kimik3_prep.output import tables as store
 from kimik3_prep.pixels.cpu import write_patches
 from kimik3_prep.run import workers as workers_module
@@ -300,6 +301,26 @@ def test_a_stop_leaves_no_temporary_file(mixed: Path, tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         prepare(settings, Impatient())
     assert (tmp_path / "out" / "plan.parquet").exists()
+    assert not list((tmp_path / "out").rglob("*.tmp"))
+
+
+def test_a_signal_while_a_shard_is_created_leaves_no_temporary_file(
+    mixed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    create = shard_file.create
+    seen: list[Path] = []
+
+    def interrupted(path: Path) -> int:
+        seen.append(path)
+        descriptor = create(path)
+        if len(seen) == 2:
+            raise KeyboardInterrupt
+        return descriptor
+
+    monkeypatch.setattr(shard_file, "create", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        prepare(Settings(str(mixed), tmp_path / "out", "kimi-k3", workers=1, shard_size=2_000_000), Silent())
+    assert len(seen) == 2
     assert not list((tmp_path / "out").rglob("*.tmp"))
 
 
