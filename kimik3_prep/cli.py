@@ -272,7 +272,7 @@ def finish(
 
 @app.command()
 def inspect(
-    path: Annotated[Path, typer.Argument(help="A shard, an index or an output folder.")],
+    path: Annotated[str, typer.Argument(help="A shard, an index or an output folder, or the URL of one.")],
     render: Annotated[
         Path | None,
         typer.Option(help="Write PNG files into this folder: a picture of each item, or contact sheets of a shard."),
@@ -314,7 +314,7 @@ def inspect(
 
 @app.command()
 def verify(
-    path: Annotated[Path, typer.Argument(help="An output folder.")],
+    path: Annotated[str, typer.Argument(help="An output folder, or its URL.")],
     against_source: Annotated[
         bool, typer.Option("--against-source", help="Also compute features from the images again, and compare bytes.")
     ] = False,

@@ -15,13 +15,14 @@ import io
 import os
 import random
 import re
+import shutil
 import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, BinaryIO, NamedTuple, TypeVar
 
-from kimik3_prep.errors import InputError, Problem
+from kimik3_prep.errors import Problem
 
 #: The most bytes that one object may bring into memory: an uncompressed picture of `DEFAULT_MAX_PIXELS`.
 MOST_BYTES = 512 << 20
@@ -31,6 +32,7 @@ ATTEMPTS = 4
 ATTEMPTS_OF_S3 = 2
 _PAUSE = 0.5  # seconds before the second attempt; each later pause is twice as long, less up to a half by chance
 _FIRST = 16 << 20  # bytes of an object that come without asking the store for its size
+_PIECE = 8 << 20  # bytes of an object that is copied into a file, at a time
 
 _S3 = ("s3", "s3a")
 _WEB = ("http", "https")
@@ -93,13 +95,13 @@ def protocol_problem(protocol: str, where: str) -> Problem | None:
     return None
 
 
-def refuse(path: str | os.PathLike[str]) -> None:
-    """Raises InputError for what lies at a URL, where only a folder on this machine will do."""
-    text = os.fspath(path)
-    if (match := re.match(r"([A-Za-z][A-Za-z0-9+.-]+):/+", text)) and not os.path.exists(text):
-        url = f"{match[1]}://{text[match.end() :]}"
-        hint = f"`aws s3 cp --recursive {url} FOLDER`" if match[1] in _S3 else "with the store's own tools"
-        raise InputError([Problem(url, "lies in a store", "a folder on this machine", f"download it first: {hint}")])
+def as_url(place: str | os.PathLike[str]) -> str | None:
+    """The URL that is meant, also where it went through a `Path`, which keeps one slash; None for local paths."""
+    text = os.fspath(place)
+    match = re.match(r"([A-Za-z][A-Za-z0-9+.-]+):/+", text)
+    if match is None or os.path.exists(text):
+        return None
+    return f"{match[1]}://{text[match.end() :]}"
 
 
 def parent(url: str) -> str:
@@ -151,6 +153,24 @@ def read(url: str, most: int = MOST_BYTES) -> bytes:
     return data
 
 
+def read_range(url: str, begin: int, count: int) -> bytes:
+    """`count` bytes of an object from `begin` on, in one request. Fewer are a RemoteError."""
+    data = _fetch(url, begin, count).data
+    if len(data) != count:
+        raise RemoteError(f"the object ends before the {begin + count:,} bytes it should have")
+    return data
+
+
+def read_start(url: str, count: int) -> bytes:
+    """The first bytes of an object, `count` of them or as many as there are."""
+    return _fetch(url, 0, count).data
+
+
+def download(url: str, file: BinaryIO) -> None:
+    """Copy an object of any size into a file. Raises OSError."""
+    shutil.copyfileobj(io.BufferedReader(opened(url), _PIECE), file, _PIECE)
+
+
 def exists(url: str) -> bool:
     """Whether there is an object of that name. Raises OSError where the store gives no answer."""
     try:
@@ -185,6 +205,22 @@ def files(folder: str) -> list[str]:
         return [fs.unstrip_protocol(found) for found in fs.find(path)]
 
     return asked(folder, question)
+
+
+def listing(folder: str) -> dict[str, dict[str, Any]]:
+    """What the store says of each object below a folder, by its name from there on; nothing where there is none."""
+
+    def question(fs: Any, root: str) -> dict[str, Any]:
+        fs.invalidate_cache()
+        below = root.rstrip("/") + "/"
+        objects = fs.find(root, detail=True)
+        return {name.removeprefix(below): said for name, said in objects.items() if name.startswith(below)}
+
+    try:
+        objects = asked(folder, question)
+    except FileNotFoundError:  # stores that know folders have none of that name
+        return {}
+    return {name: said for name, said in objects.items() if name and not name.endswith("/")}
 
 
 def info(url: str) -> dict[str, Any]:

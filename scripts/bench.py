@@ -5,6 +5,7 @@
     start     commands that have next to nothing to do
     growth    milliseconds an image as the manifest grows to 100,000 rows
     reading   items a second out of finished folders, as they are stored and normalised
+    remote    a training loop over a store at a URL that answers each request 50 ms late, beside one over its folder
 
 Each thing is measured once a round, so that a machine that slows down slows all of them, and the first round does not
 count. A figure is the median of the rounds; its lowest and highest stand behind it. The seconds that a command, a pool
@@ -15,6 +16,7 @@ as there are workers, which no encoder can exceed.
 from __future__ import annotations
 
 import argparse
+import functools
 import io
 import json
 import os
@@ -31,6 +33,7 @@ from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import date
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -40,6 +43,7 @@ from PIL import Image
 
 STORAGE = ("uint8", "bfloat16", "float16", "float32")
 WORKERS = 2
+LATENCY = 0.05  # seconds
 CONFIG = ("--config", "kimi-k3")
 
 
@@ -435,6 +439,82 @@ def reading(name: str, images: list[Path], folder: Path, runs: int, report: Repo
         shutil.rmtree(folder / f"reading-{dtype}")
 
 
+class _LateServer(SimpleHTTPRequestHandler):
+    """A web server that knows ranges and answers late."""
+
+    protocol_version = "HTTP/1.1"
+
+    def do_GET(self) -> None:
+        time.sleep(LATENCY)
+        path = Path(self.translate_path(self.path))
+        size = path.stat().st_size
+        begin, _, last = self.headers.get("Range", "bytes=0-").removeprefix("bytes=").partition("-")
+        with path.open("rb") as file:
+            file.seek(int(begin))
+            part = file.read((min(int(last or size), size - 1) + 1 - int(begin)) if self.command == "GET" else 0)
+        self.send_response(206 if "Range" in self.headers else 200)
+        self.send_header("ETag", str(size))
+        self.send_header("Content-Length", str(len(part) if self.command == "GET" else size))
+        self.end_headers()
+        self.wfile.write(part)
+
+    do_HEAD = do_GET
+
+    def log_message(self, *args: Any) -> None:
+        """Say nothing."""
+
+
+def _serve(folder: Path, port: Any) -> None:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(_LateServer, directory=str(folder)))
+    port.send(server.server_address[1])
+    server.serve_forever()
+
+
+def remote(name: str, images: list[Path], folder: Path, runs: int, report: Report, count: int = 4000) -> None:
+    """Epochs of a shuffled training loop with two DataLoader workers: from the folder, and over a slow network."""
+    from torch.utils.data import DataLoader
+
+    from kimik3_prep import FeatureDataset, FeatureStore, TokenBudgetSampler, collate
+
+    manifest, out = write_manifest(folder / "remote.jsonl", images, count), folder / "remote"
+    command("encode", manifest, *CONFIG, "--backend", "cpu", "--dedupe", "off", "-o", out, "--dtype", "uint8")
+    ours, theirs = get_context("spawn").Pipe()
+    server = get_context("spawn").Process(target=_serve, args=(out, theirs), daemon=True)
+    server.start()
+    url = f"http://127.0.0.1:{ours.recv()}"
+
+    def epoch(open_store: Callable[[], FeatureStore]) -> Sample:
+        dataset = FeatureDataset(open_store())
+        sampler = TokenBudgetSampler(dataset.num_tokens, 32 * int(dataset.num_tokens.max()), shuffle=True)
+        loader = DataLoader(dataset, batch_sampler=sampler, num_workers=WORKERS, prefetch_factor=4, collate_fn=collate)
+        return timed(lambda: [len(batch.ids) for batch in loader])()
+
+    def cold() -> Sample:
+        shutil.rmtree(folder / "cache", ignore_errors=True)
+        return epoch(lambda: FeatureStore(url, raw=True, cache=folder / "cache"))
+
+    things = {
+        "folder": lambda: epoch(lambda: FeatureStore(out, raw=True)),
+        "URL, nothing in the cache": cold,
+        "URL, all in the cache": lambda: epoch(lambda: FeatureStore(url, raw=True, cache=folder / "cache")),
+    }
+    samples = rounds(things, runs)
+    server.kill()
+    report.title(f"remote {name}", "of folder", "items a second", "ms an item", "from - to")
+    figures = {thing: Figure.of(taken, None, count) for thing, taken in samples.items()}
+    for thing, figure in figures.items():
+        report.row(
+            f"remote {name}",
+            thing,
+            of_folder=figures["folder"].median / figure.median,
+            items_a_second=1000 / figure.median,
+            ms=figure.median,
+            spread=f"{figure.low:.3f} - {figure.high:.3f}",
+        )
+    for path in (out, folder / "cache"):
+        shutil.rmtree(path)
+
+
 # --- the command ----------------------------------------------------------------------------------------------------
 
 
@@ -451,7 +531,7 @@ def temporary(parent: Path | None) -> Iterator[Path]:
 def main() -> None:
     """Measure what --only and --sets choose; print the figures, write them to --json."""
     names = [pictures.name for pictures in SETS]
-    parts = ("speed", "headers", "start", "growth", "reading")
+    parts = ("speed", "headers", "start", "growth", "reading", "remote")
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", choices=parts, nargs="+", default=("speed", "headers", "start"), help="parts to run")
     parser.add_argument("--sets", choices=names, nargs="+", default=names, help="pictures to draw")
@@ -490,6 +570,8 @@ def main() -> None:
             growth(first, folder, report)
         for name, (images, _) in sets.items() if "reading" in options.only else ():
             reading(name, images, folder, options.runs, report)
+        for name, (images, _) in sets.items() if "remote" in options.only else ():
+            remote(name, images, folder, options.runs, report)
     if options.json:
         options.json.write_text(json.dumps({**about, "rows": report.rows}, indent=2) + "\n")
 

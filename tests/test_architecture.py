@@ -30,7 +30,7 @@ HOUSE: dict[str, tuple[str, ...]] = {
         *("machine", "spool", "item", "worker", "workers", "shard", "ray"),
         *("since", "check", "planning", "fill", "prepare"),
     ),
-    "reading": ("stored", "engines", "features", "training", "verify", "pictures", "inspection", "report"),
+    "reading": ("stored", "fetched", "engines", "features", "training", "verify", "pictures", "inspection", "report"),
     "screen": ("terminal", "progress", "answers", "process"),
 }
 DOORS = ("cli", "__main__")

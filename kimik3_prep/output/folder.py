@@ -141,6 +141,18 @@ class Output:
             raise InputError([Problem(self.name, what, "a name like cpu-00000", "a file in it was changed")])
         return self.shards / name
 
+    def place_of(self, path: Path) -> str:
+        """Return where a file of the output is, for people."""
+        return str(path)
+
+    def index_stamp(self) -> object:
+        """Return what changes when the final index is replaced; None where there is none."""
+        try:
+            status = self.index.stat()
+        except OSError:
+            return None
+        return status.st_ino, status.st_mtime_ns, status.st_size
+
     def absolute(self) -> Output:
         """Return the same output for a process that stands in another folder."""
         return replace(self, root=self.root.absolute())
@@ -160,16 +172,20 @@ class Output:
         """Return whether a shard and its index are there."""
         return self.shard_index(name).is_file() and self.shard(name).is_file()
 
+    def files(self) -> list[str]:
+        """Return the names of all files of ours, from the root on, with unfinished ones and locks."""
+        names = [path.name for path in locks(self.root)]
+        names += [f"{name}{end}" for name in OURS_IN_ROOT for end in ("", ".tmp")]
+        names += sorted(f"shards/{path.name}" for path in self.shards.glob("*") if OURS.fullmatch(path.name))
+        return [name for name in names if (self.root / name).exists()]
+
     def committed_shards(self) -> list[str]:
         """Return the names of all committed shards."""
-        if not self.shards.is_dir():
-            return []
-        names = (path.stem for path in self.shards.glob("*.parquet") if OURS.fullmatch(path.name))
-        return sorted(filter(self.committed, names))
+        return committed_among(self.files())
 
-    def shard_sizes(self) -> list[int]:
-        """Return the bytes of each committed shard."""
-        return [self.shard(name).stat().st_size for name in self.committed_shards()]
+    def shard_sizes(self) -> dict[str, int]:
+        """Return the bytes of each committed shard, by its name."""
+        return {name: self.shard(name).stat().st_size for name in self.committed_shards()}
 
     def read_plan(self) -> Iterator[pa.Table]:
         """Yield the plan, a piece at a time. Raises InputError for a file that is no plan, or not the sealed one."""
@@ -456,3 +472,16 @@ def read_record(path: Path) -> RunRecord | None:
     if ("seal" in document and document != sealed) or document.keys() - sealed.keys():
         raise InputError([Problem(where, "was changed by hand or damaged: its seal does not fit", expected, hint)])
     return record
+
+
+def is_ours(name: str) -> bool:
+    """Whether a file has a name of ours, from the root on."""
+    folder, _, file = name.rpartition("/")
+    return bool(folder == "shards" and OURS.fullmatch(file)) or name in OURS_IN_ROOT
+
+
+def committed_among(names: Iterable[str]) -> list[str]:
+    """Return the shards that are there with their indexes, of names from the root on."""
+    there = set(filter(is_ours, names))
+    shards = sorted(Path(name).stem for name in there if name.startswith("shards/") and name.endswith(".parquet"))
+    return [name for name in shards if f"shards/{name}.safetensors" in there]

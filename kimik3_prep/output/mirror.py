@@ -15,7 +15,6 @@ import base64
 import hashlib
 import io
 import os
-import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -28,7 +27,7 @@ import pyarrow as pa
 from kimik3_prep import remote
 from kimik3_prep.disk import LOCK_NAME, disk_errors, write_whole
 from kimik3_prep.errors import InputError, Problem, StoreRefuses, UploadDamaged
-from kimik3_prep.output.folder import OURS, OURS_IN_ROOT, STAGED_NAME, Output
+from kimik3_prep.output.folder import OURS, OURS_IN_ROOT, STAGED_NAME, Output, committed_among, is_ours
 from kimik3_prep.output.recipe import Recipe
 from kimik3_prep.remote import RemoteError, asked, info, protocol_problem, scheme
 
@@ -88,10 +87,10 @@ class MirroredOutput(Output):
         """Return whether a shard and its index have arrived in the store."""
         return self.shard_index(name).is_file()
 
-    def shard_sizes(self) -> list[int]:
-        """Return the bytes of each committed shard."""
+    def shard_sizes(self) -> dict[str, int]:
+        """Return the bytes of each committed shard, by its name."""
         there = self._listing()
-        return [int(there[f"shards/{name}.safetensors"]["size"]) for name in _committed(there)]
+        return {name: int(there[f"shards/{name}.safetensors"]["size"]) for name in committed_among(there)}
 
     # --- the life of a run ---
 
@@ -183,7 +182,7 @@ class MirroredOutput(Output):
                 raise InputError([Problem(self.url, what, "a place without objects", "choose another --output")])
             self.clear()
         elif overwrite:
-            self._remove(sorted(filter(_ours, there), key=_last_first))
+            self._remove(sorted(filter(is_ours, there), key=_last_first))
             self.clear()
         elif not all(_same(path, self._url(path), there.get(path.name)) for path in (self.run, self.plan)):
             self.clear()  # of another run, or of this one before it had a plan
@@ -199,7 +198,7 @@ class MirroredOutput(Output):
             self._get(self.index)
             if not retry:
                 return
-        committed = _committed(there)
+        committed = committed_among(there)
         for path in sorted(self.shards.glob("*.parquet")) if self.shards.is_dir() else ():
             if not OURS.fullmatch(path.name):
                 continue
@@ -233,7 +232,7 @@ class MirroredOutput(Output):
 
         def write(file: BinaryIO) -> None:
             with _store_errors("read", url):
-                shutil.copyfileobj(io.BufferedReader(remote.opened(url), _PIECE), file, _PIECE)
+                remote.download(url, file)
 
         write_whole(path, write)
 
@@ -244,18 +243,8 @@ class MirroredOutput(Output):
                 asked(url, lambda fs, there: fs.rm_file(there))
 
     def _listing(self) -> _Listing:
-        def question(fs: Any, root: str) -> _Listing:
-            fs.invalidate_cache()
-            below = root.rstrip("/") + "/"
-            objects = fs.find(root, detail=True)
-            return {name.removeprefix(below): said for name, said in objects.items() if name.startswith(below)}
-
         with _store_errors("list", self.url):
-            try:
-                objects = asked(self.url, question)
-            except FileNotFoundError:
-                return {}  # stores that know folders have none of that name yet
-        return {name: said for name, said in objects.items() if name and not name.endswith("/")}
+            return remote.listing(self.url)
 
 
 @contextmanager
@@ -266,18 +255,6 @@ def _store_errors(verb: str, url: str) -> Iterator[None]:
         raise StoreRefuses(verb, url, "there is no such bucket") from error
     except OSError as error:
         raise StoreRefuses(verb, url, error.strerror or str(error)) from error
-
-
-def _committed(there: Iterable[str]) -> list[str]:
-    """Return the names of the shards that a store holds with their indexes."""
-    names = {name.removeprefix("shards/") for name in there if name.startswith("shards/")}
-    ours = sorted(name.removesuffix(".parquet") for name in names if OURS.fullmatch(name) and name.endswith(".parquet"))
-    return [name for name in ours if f"{name}.safetensors" in names]
-
-
-def _ours(name: str) -> bool:
-    folder, _, file = name.rpartition("/")
-    return bool(folder == "shards" and OURS.fullmatch(file)) or name in OURS_IN_ROOT
 
 
 def _last_first(name: str) -> tuple[int, str]:

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 import torch
 
@@ -36,8 +37,9 @@ from kimik3_prep.reading.engines import (
     sglang_request,
     vllm_inputs,
 )
-from kimik3_prep.reading.stored import Ints, Key, open_runs
-from kimik3_prep.remote import refuse
+from kimik3_prep.reading.fetched import CACHE_SIZE, open_runs, temporary_cache
+from kimik3_prep.reading.stored import Ints, Key
+from kimik3_prep.remote import as_url
 
 _FLOATS = "float32, bfloat16 or float16; raw=True alone gives levels"
 
@@ -145,6 +147,10 @@ class FeatureStore:
     `FeatureStore(["features", "more"])`: rows go on from folder to folder. The recipes must be equal and every id be in
     one folder only, as `encode ALL --since features -o more` leaves it.
 
+    `FeatureStore("s3://bucket/features", cache=DIR)`: items are brought as they are asked for, a batch's at the same
+    time, and compared with their checksums. They stay in the folder `cache`, which processes may share, until its
+    files take more than `cache_size` bytes; without it, in a temporary folder until the process ends.
+
     Shards are mapped into memory as they are needed; an item's values are copied out once, so that nobody can write
     into a shard or into somebody else's item. Pickling carries the paths and the options, no data: workers of a
     DataLoader, forked or spawned, read the files themselves.
@@ -173,21 +179,25 @@ class FeatureStore:
         raw: bool = False,
         images: str | PathLike[str] | None = None,
         check: bool = False,
+        cache: str | PathLike[str] | None = None,
+        cache_size: int = CACHE_SIZE,
     ) -> None:
         folders = [path] if isinstance(path, str | PathLike) else list(path)
-        for folder in folders:
-            refuse(folder)
         if not folders:
             raise InputError([Problem("path", "no folder is named", "an output of `kimik3-prep encode`, or several")])
-        self.paths = tuple(Path(folder).absolute() for folder in folders)  # a worker may stand in another folder
+        # A worker may stand in another folder.
+        self.paths = tuple(as_url(folder) or Path(folder).absolute() for folder in folders)
         self._images = None if images is None else Path(images).absolute()
-        self._check = check
-        self._run = open_runs(self.paths, self._images, check)
+        self._check, self._cache_size = check, cache_size
+        self._cache = None if cache is None else Path(cache).absolute()
+        if self._cache is None and any(isinstance(place, str) for place in self.paths):
+            self._cache = temporary_cache()
+        self._run = open_runs(self.paths, self._images, check, self._cache, cache_size)
         self._dtype, self._device, self._raw = _checked_dtype(dtype, raw, self._run.dtype), device, raw
 
     def __reduce__(self) -> tuple[Any, ...]:
         more: dict[str, Any] = {"dtype": self._dtype, "device": self._device, "raw": self._raw, "images": self._images}
-        more["check"] = self._check
+        more |= {"check": self._check, "cache": self._cache, "cache_size": self._cache_size}
         return partial(FeatureStore, **more), (self.paths,)
 
     def __repr__(self) -> str:
@@ -240,10 +250,17 @@ class FeatureStore:
     # --- items and batches --------------------------------------------------------------------------------------
 
     def __getitem__(self, key: Key) -> Features:
-        row = self._run.ready(key)
+        return self.items([key])[0]
+
+    def items(self, ids: Iterable[Key]) -> list[Features]:
+        """The named items (ids or manifest rows) in the given order. From a URL they come at the same time."""
+        rows = self._ready(ids)
+        return [self._features(row, span) for row, span in zip(rows, self._run.spans(rows), strict=True)]
+
+    def _features(self, row: int, span: npt.NDArray[Any]) -> Features:
         values = self._run.values(row)
         return Features(
-            pixel_values=self._pixels([row]),
+            pixel_values=self._values(span.copy()),
             grid_thw=(1, values["grid_h"], values["grid_w"]),
             num_tokens=values["num_tokens"],
             original_size=None if values["width"] is None else (values["width"], values["height"]),
@@ -258,7 +275,8 @@ class FeatureStore:
         """The items that are ok, in manifest order, or as the shards store them, which reads each file once through."""
         if order not in ("manifest", "shard"):
             raise InputError([Problem("order", f"it is {order!r}", '"manifest" or "shard"')])
-        return (self[row] for row in (self.ok if order == "manifest" else self._run.by_shard()))
+        rows = self.ok if order == "manifest" else self._run.by_shard()
+        return (item for portion in self._run.portions(rows) for item in self.items(portion))
 
     def batch(self, ids: Iterable[Key]) -> Batch:
         """The named items (ids or manifest rows) packed in the given order; naming one twice packs it twice."""
@@ -348,7 +366,11 @@ class FeatureStore:
 
     def _pixels(self, rows: list[int], dtype: torch.dtype | None = None) -> torch.Tensor:
         """The patches of some rows, on their device and in `dtype`, or the store's own."""
-        stored = to_tensor(self._run.patches(rows), self._run.dtype)
+        return self._values(self._run.patches(rows), dtype)
+
+    def _values(self, patches: npt.NDArray[Any], dtype: torch.dtype | None = None) -> torch.Tensor:
+        """Stored patches, on their device and in `dtype`, or the store's own."""
+        stored = to_tensor(patches, self._run.dtype)
         stored = self._placed(stored)  # first, so that of uint8 shards a quarter of the bytes travels
         wanted = dtype or self._dtype
         if self._run.dtype == "uint8":

@@ -16,8 +16,9 @@ from kimik3_prep.output.recipe import Recipe
 from kimik3_prep.output.shard_file import Shard, open_shard
 from kimik3_prep.output.tables import INDEX_SCHEMA, read_index
 from kimik3_prep.output.totals import Bin, histogram
+from kimik3_prep.reading.fetched import fetched_file, fetched_output
 from kimik3_prep.reading.pictures import Picture, ReportPage, Sheet
-from kimik3_prep.remote import refuse
+from kimik3_prep.remote import as_url
 
 _FIRST = 10  # rows shown
 _LARGEST = 5
@@ -214,11 +215,20 @@ Description = ShardDescription | IndexDescription | OutputDescription
 # --- looking ------------------------------------------------------------------------------------------------------
 
 
-def inspect(path: Path, pictures: tuple[Picture | Sheet, ...] | None = None) -> Description:
-    """Describe a shard, an index or an output folder, and name the pictures of it. Raises InputError for others."""
-    refuse(path)
+def inspect(place: Path | str, pictures: tuple[Picture | Sheet, ...] | None = None) -> Description:
+    """Describe a shard, an index or an output, and name the pictures of it. Raises InputError for anything else.
+
+    place: a path, or a URL.
+    """
+    if (url := as_url(place)) is not None:
+        if not url.endswith((".safetensors", ".parquet")):
+            with fetched_output(url) as output:
+                return replace(_output(output), pictures=pictures)
+        with fetched_file(url) as file:
+            return replace(inspect(file, pictures), path=url)
+    path = Path(place)
     if path.is_dir():
-        return replace(_output(path), pictures=pictures)
+        return replace(_output(Output(path)), pictures=pictures)
     if path.is_file() and path.suffix == ".safetensors":
         return replace(_shard(path), pictures=pictures)
     if path.is_file() and path.suffix == ".parquet":
@@ -337,33 +347,32 @@ def _counts(column: Any) -> dict[str, int]:
     return dict(sorted(pairs, key=lambda pair: (-pair[1], pair[0])))
 
 
-def _output(root: Path) -> OutputDescription:
-    layout = Output(root)
+def _output(layout: Output) -> OutputDescription:
     record = layout.record()
     if record is None:
-        raise InputError([Problem(str(root), "no run.json in it", "a folder that `kimik3-prep encode` wrote")])
-    committed = layout.committed_shards()
+        raise InputError([Problem(layout.name, "no run.json in it", "a folder that `kimik3-prep encode` wrote")])
+    sizes = layout.shard_sizes()
+    for name in () if as_url(layout.name) else sizes:
+        open_shard(layout.shard(name))  # which names a damaged one; from a URL it would bring them all
     finished = layout.index.is_file()
     if finished:
         table = layout.read_index()
     else:
-        parts = [layout.read_shard_index(name).replace_schema_metadata(None) for name in committed]
+        parts = [layout.read_shard_index(name).replace_schema_metadata(None) for name in sizes]
         table = pa.concat_tables([INDEX_SCHEMA.empty_table(), *parts])
+    stored = table.filter(pc.is_valid(table["row"])).group_by(["shard", "row"]).aggregate([("patch_count", "min")])
+    by_shard = stored.group_by("shard").aggregate([("patch_count_min", "sum")])
+    patches = dict(zip(by_shard["shard"].to_pylist(), by_shard["patch_count_min_sum"].to_pylist(), strict=True))
     return OutputDescription(
-        path=str(root),
+        path=layout.name,
         finished=finished,
         planned=None if finished else _planned(layout),
         dtype=record.recipe.dtype,
         settings=record.recipe,
         versions=dict(record.versions),
         fingerprint=record.recipe.fingerprint,
-        shards={
-            name: ShardSize(
-                layout.shard(name).stat().st_size, open_shard(layout.shard(name)).tensors["pixel_values"].shape[0]
-            )
-            for name in committed
-        },
-        size=sum(layout.shard_sizes()),
+        shards={name: ShardSize(size, patches.get(name, 0)) for name, size in sizes.items()},
+        size=sum(sizes.values()),
         **_totals(table),
     )
 

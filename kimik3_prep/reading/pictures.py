@@ -25,7 +25,9 @@ from kimik3_prep.errors import FailedItem, InputError, Problem
 from kimik3_prep.manifest.report import show
 from kimik3_prep.output.shard_file import open_shard
 from kimik3_prep.output.tables import read_index
+from kimik3_prep.reading.fetched import fetched_file, open_runs
 from kimik3_prep.reading.stored import StoredRun
+from kimik3_prep.remote import as_url
 
 _UNSAFE = re.compile(r"[^\w.-]+", re.ASCII)
 _MOST_OF_AN_ID = 80  # letters of an id in a file name
@@ -332,19 +334,24 @@ def draw_lines(pixels: Pixels, every: int, scale: float, strength: float) -> Non
 
 
 def render(
-    path: Path, folder: Path, ids: Sequence[str] = (), first: int = 20, grid: bool = False, sheets: bool = False
+    place: Path | str, folder: Path, ids: Sequence[str] = (), first: int = 20, grid: bool = False, sheets: bool = False
 ) -> list[Picture | Sheet]:
     """Write pictures into `folder` as PNG: of the items `ids`, or of the `first` ones.
 
     A finished run gives a picture of each item that is ok, or contact sheets with the failed ones on them; a shard
-    always gives sheets. grid: draw lines between patches and tokens, and hatch the padding.
+    always gives sheets. place: a path, or a URL. grid: draw lines between patches and tokens, and hatch the padding.
 
     Raises InputError for anything else and with every id that has no picture, before anything is written; StoreError,
     RunError.
     """
+    url = as_url(place)
+    if url is not None and url.endswith(".safetensors"):
+        with fetched_file(url) as file:
+            return render(file, folder, ids, first, grid, sheets)
+    path = Path(place)
     if path.suffix == ".safetensors" and path.is_file():
         return list(_sheets(ShardSource(path), folder, ids, first, grid))
-    run = StoredRun(path)
+    run = open_runs([place])
     source = RunSource(run)
     if sheets:
         return list(_sheets(source, folder, ids, first, grid))

@@ -22,9 +22,9 @@ from PIL import Image
 
 from kimik3_prep.disk import write_whole
 from kimik3_prep.errors import FailedItem, InputError, Problem
+from kimik3_prep.reading.fetched import open_runs
 from kimik3_prep.reading.inspection import OutputDescription
 from kimik3_prep.reading.pictures import Entry, Pixels, ReportPage, RunSource, without_padding
-from kimik3_prep.reading.stored import StoredRun
 
 MOST_ITEMS = 5000
 """Items on a page, if no other number is asked for. A picture takes about 10 kB."""
@@ -38,14 +38,16 @@ _CAPTIONS = ("caption", "text", "prompt", "description")
 _MOST_OF_A_TEXT = 500
 
 
-def write_report(root: Path, target: Path, description: OutputDescription, first: int | None = None) -> ReportPage:
+def write_report(
+    place: Path | str, target: Path, description: OutputDescription, first: int | None = None
+) -> ReportPage:
     """Write the page of a finished run. first: how many items, `MOST_ITEMS` if not given.
 
     Raises InputError for a folder that is no finished run, before anything is written; StoreError, RunError.
     """
     if target.suffix.lower() not in (".html", ".htm"):
         raise InputError([Problem("--report", f"{target} is no name of a page", "a file that ends in .html")])
-    page = _Page(RunSource(StoredRun(root)), description, MOST_ITEMS if first is None else first)
+    page = _Page(RunSource(open_runs([place])), description, MOST_ITEMS if first is None else first)
     write_whole(target, page.write)
     return ReportPage(str(target), len(page.items), description.rows, target.stat().st_size)
 

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import operator
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cached_property, lru_cache
+from itertools import groupby
 from pathlib import Path
-from typing import Any, SupportsIndex
+from typing import Any, NamedTuple, SupportsIndex
 
 import numpy as np
 import numpy.typing as npt
@@ -24,6 +25,7 @@ from kimik3_prep.output.folder import Output
 from kimik3_prep.output.recipe import Recipe
 from kimik3_prep.output.shard_file import open_shard
 from kimik3_prep.output.tables import index_metadata
+from kimik3_prep.remote import scheme
 
 #: An item: its id, or its manifest row from 0 (negative: from the end).
 Key = str | SupportsIndex
@@ -33,6 +35,22 @@ _ABOUT = ("fingerprint", "dtype", "image_mean", "image_std", "patch_size", "merg
 _OPEN_SHARDS = 64  # each map holds a file descriptor, of which a process has about a thousand
 
 Ints = npt.NDArray[np.int64]
+
+
+class OpenShard(NamedTuple):
+    """A shard, mapped read-only."""
+
+    pixels: npt.NDArray[Any]
+    """pixel_values as stored, `[patches, 3, p, p]`."""
+
+    grids: Ints
+    """grid_thws, `[images, 3]`."""
+
+    ends: Ints
+    """Where the patches of each grid end."""
+
+    begin: int
+    """The byte of the file where patches begin."""
 
 
 class StoredRun:
@@ -48,10 +66,10 @@ class StoredRun:
     Raises InputError for a folder that is no finished run.
     """
 
-    def __init__(self, root: Path, images: Path | None = None, check: bool = False) -> None:
+    def __init__(self, layout: Output, images: Path | None = None, check: bool = False) -> None:
         self._check = check
-        self.layout = Output(root)
-        self._stamp = _stamp(self.layout.index)
+        self.layout = layout
+        self._stamp = layout.index_stamp()
         table = _read_finished(self.layout)
         about = _metadata(self.layout, table)
         self.dtype, self.patch_size = str(about["dtype"]), int(about["patch_size"])
@@ -77,7 +95,17 @@ class StoredRun:
     @property
     def name(self) -> str:
         """Where it lies, for people."""
-        return str(self.layout.root)
+        return self.layout.name
+
+    @property
+    def _index(self) -> str:
+        """Where the index is, for people."""
+        return self.layout.place_of(self.layout.index)
+
+    @property
+    def patch_bytes(self) -> int:
+        """Bytes of a stored patch."""
+        return int(DTYPES[self.dtype].numpy.itemsize) * 3 * self.patch_size**2
 
     @cached_property
     def lines(self) -> Ints:
@@ -150,7 +178,7 @@ class StoredRun:
 
         Raises StoreError where a shard is gone, damaged, or does not belong to the index.
         """
-        spans = [self.span(row) for row in rows]
+        spans = self.spans(rows)
         packed = np.empty((sum(map(len, spans)), 3, self.patch_size, self.patch_size), DTYPES[self.dtype].numpy)
         begin = 0
         for span in spans:
@@ -158,22 +186,26 @@ class StoredRun:
             begin += len(span)
         return packed
 
-    def span(self, row: int) -> npt.NDArray[Any]:
-        """The patches of one row, mapped where a shard holds them. Raises StoreError as `patches`."""
-        return self._computed(row) if self.index_only else self._mapped(row)
+    def spans(self, rows: Sequence[int]) -> list[npt.NDArray[Any]]:
+        """The patches of each row, mapped where a shard holds them. Raises StoreError as `patches`."""
+        return [self._computed(row) if self.index_only else self._mapped(row) for row in rows]
+
+    def portions(self, rows: Ints) -> Iterator[list[int]]:
+        """Rows that are worth asking for together, in order: one by one, where they lie on this machine."""
+        return ([row] for row in rows.tolist())
 
     def _mapped(self, row: int) -> npt.NDArray[Any]:
         """The patches of a row in its mapped shard, whose own grids say where they are."""
         name = self._names[self._shard[row]]
-        pixels, grids, ends = self._open(name)
+        pixels, grids, ends, _ = self._open(name)
         place, begin, count = (int(numbers[row]) for numbers in (self._row, self._start, self._count))
         grid = [1, int(self.grid_h[row]), int(self.grid_w[row])]
         agree = 0 <= place < len(grids) and grids[place].tolist() == grid and count == grid[1] * grid[2]
         if not agree or begin + count != ends[place] or int(self.num_tokens[row]) < 1:
-            raise SpanDiffers(self.label(row), str(self.layout.shard(name)))
+            raise SpanDiffers(self.label(row), self.layout.place_of(self.layout.shard(name)))
         span = pixels[begin : begin + count]
         if self._check and self.table["checksum"][row].as_py() != xxhash.xxh3_128_hexdigest(span.data):
-            raise ChecksumDiffers(self.label(row), str(self.layout.shard(name)))
+            raise ChecksumDiffers(self.label(row), self.layout.place_of(self.layout.shard(name)))
         return span
 
     # --- without shards -----------------------------------------------------------------------------------------
@@ -190,7 +222,7 @@ class StoredRun:
         except ItemError as error:
             raise self._failed(row, error) from error
         if len(levels) != self._count[row] or len(levels) != self.grid_h[row] * self.grid_w[row]:
-            raise SpanDiffers(self.label(row), str(self.layout.index))
+            raise SpanDiffers(self.label(row), self._index)
         return levels
 
     def _failed(self, row: int, error: ItemError) -> FailedItem:
@@ -204,32 +236,33 @@ class StoredRun:
         if record is not None and record.recipe.fingerprint == self._fingerprint:
             base = str(self._images) if self._images else self.layout.image_base(record)
         if record is None or base is None:
-            raise StoreError(f"{self.layout.run} is not that of {self.layout.index}, which has no features of its own")
+            run = self.layout.place_of(self.layout.run)
+            raise StoreError(f"{run} is not that of {self._index}, which has no features of its own")
         plan = pa.concat_tables(self.layout.read_plan())
         return base, record.recipe, plan.take(pc.sort_indices(plan["item"]))
 
-    def _open_shard(self, name: str) -> tuple[npt.NDArray[Any], Ints, Ints]:
-        """pixel_values and grid_thws of a shard, mapped read-only, and where the patches of each grid end."""
+    def _open_shard(self, name: str) -> OpenShard:
+        """Map a shard read-only. Raises StoreError."""
         path = self.layout.shard(name)
         try:
             shard = open_shard(path)
         except InputError as error:  # its problems would not survive the way from a DataLoader's worker
             raise StoreError("; ".join(map(str, error.problems))) from error
         if shard.metadata.get("fingerprint") != self._fingerprint:
-            raise StoreError(f"{path} is of another run than {self.layout.index}")
+            raise StoreError(f"{path} is of another run than {self._index}")
         pixels, patch = shard.tensors["pixel_values"], self.patch_size
         kind = DTYPES[self.dtype].safetensors
         if pixels.dtype != kind or pixels.shape[1:] != (3, patch, patch):
             held = f"{path} holds {pixels.dtype} {list(pixels.shape)}"
-            raise StoreError(f"{held}, {self.layout.index} says {kind} [patches, 3, {patch}, {patch}]")
-        if _stamp(self.layout.index) != self._stamp:  # a retry of failed items moves the others in their shard
-            raise StoreError(f"{self.layout.index} is not the one that was read: the run was changed; open it anew")
+            raise StoreError(f"{held}, {self._index} says {kind} [patches, 3, {patch}, {patch}]")
+        if self.layout.index_stamp() != self._stamp:  # a retry of failed items moves the others in their shard
+            raise StoreError(f"{self._index} is not the one that was read: the run was changed; open it anew")
         grids: Ints = np.asarray(shard.raw("grid_thws"))
         ends: Ints = np.cumsum(grids.prod(-1))
         values = np.asarray(shard.raw("pixel_values"))
         if (grids < 1).any() or (grids > len(values)).any() or (len(ends) and ends[-1] != len(values)):
             raise SpanDiffers("grid_thws", str(path))
-        return values, grids, ends
+        return OpenShard(values, grids, ends, pixels.begin)
 
 
 class StoredRuns(StoredRun):
@@ -239,8 +272,7 @@ class StoredRuns(StoredRun):
     an id that two of them hold.
     """
 
-    def __init__(self, roots: Sequence[Path], images: Path | None = None, check: bool = False) -> None:
-        runs = [StoredRun(root, images, check) for root in roots]
+    def __init__(self, runs: Sequence[StoredRun]) -> None:
         self._runs, first = runs, runs[0]
         _refuse_unequal(runs)
         self.dtype, self.patch_size, self.merge_size = first.dtype, first.patch_size, first.merge_size
@@ -269,25 +301,34 @@ class StoredRuns(StoredRun):
         """The rows that have features as the shards store them, folder by folder."""
         return _joined([run.by_shard() for run in self._runs], self._begins)
 
-    def span(self, row: int) -> npt.NDArray[Any]:
-        """The patches of one row, from its own folder."""
-        run, own = self._at(row)
-        return run.span(own)
+    def spans(self, rows: Sequence[int]) -> list[npt.NDArray[Any]]:
+        """The patches of each row, from its own folder."""
+        spans: dict[int, npt.NDArray[Any]] = {}
+        for number, run in enumerate(self._runs):
+            mine = [row for row in rows if self._number(row) == number]
+            spans |= zip(mine, run.spans([row - int(self._begins[number]) for row in mine]), strict=True)
+        return [spans[row] for row in rows]
+
+    def portions(self, rows: Ints) -> Iterator[list[int]]:
+        """Rows that are worth asking for together, in order; never of two folders."""
+        for number, group in groupby(rows.tolist(), self._number):
+            begin = int(self._begins[number])
+            for portion in self._runs[number].portions(np.asarray(list(group), np.int64) - begin):
+                yield [row + begin for row in portion]
 
     def _at(self, row: int) -> tuple[StoredRun, int]:
         """The run that holds a row, and its row there."""
-        number = int(np.searchsorted(self._begins, row, "right")) - 1
+        number = self._number(row)
         return self._runs[number], row - int(self._begins[number])
+
+    def _number(self, row: int) -> int:
+        """Which run holds a row."""
+        return int(np.searchsorted(self._begins, row, "right")) - 1
 
 
 def _joined(parts: Sequence[Ints], shifts: Ints) -> Ints:
     """Numbers of several runs one after the other, each run's moved up by its shift."""
     return np.concatenate([part + shift for part, shift in zip(parts, shifts, strict=True)])
-
-
-def open_runs(roots: Sequence[Path], images: Path | None = None, check: bool = False) -> StoredRun:
-    """Open one finished run, or several as one."""
-    return StoredRun(roots[0], images, check) if len(roots) == 1 else StoredRuns(roots, images, check)
 
 
 def _refuse_unequal(runs: Sequence[StoredRun]) -> None:
@@ -308,7 +349,7 @@ def _recipe_of(run: StoredRun) -> Recipe:
     record = run.layout.record()
     if record is None or record.recipe.fingerprint != index_metadata(run.table).get("fingerprint"):
         what = "is gone, or of another run than the index, so that nobody knows whether it fits the other folders"
-        raise InputError([Problem(str(run.layout.run), what)])
+        raise InputError([Problem(run.layout.place_of(run.layout.run), what)])
     return record.recipe
 
 
@@ -325,21 +366,12 @@ def _refuse_repeated(ids: pa.ChunkedArray, runs: Sequence[StoredRun]) -> None:
     raise InputError([Problem("ids", what, "an id in one folder only", hint)])
 
 
-def _stamp(path: Path) -> tuple[int, int, int] | None:
-    """What changes when a file is replaced; None where there is none."""
-    try:
-        status = path.stat()
-    except OSError:
-        return None
-    return status.st_ino, status.st_mtime_ns, status.st_size
-
-
 def _read_finished(layout: Output) -> pa.Table:
     """The index of a finished run. Raises InputError, which tells an unfinished run from a folder of something else."""
-    root, expected = str(layout.root), "a folder that `kimik3-prep encode` wrote"
+    root, expected = layout.name, "what `kimik3-prep encode` wrote"
     if layout.index.is_file():
         return layout.read_index()
-    if not layout.root.is_dir():
+    if not (layout.root.is_dir() or scheme(root)):
         what = "is a file" if layout.root.exists() else "does not exist"
         raise InputError([Problem(root, what, expected)])
     if layout.record() is None:
@@ -354,5 +386,7 @@ def _metadata(layout: Output, table: pa.Table) -> dict[str, Any]:
     missing = [name for name in _ABOUT if name not in metadata]
     if missing:
         what = f"does not say the {missing[0]} of its shards"
-        raise InputError([Problem(str(layout.index), what, "the index.parquet that `kimik3-prep encode` wrote")])
+        raise InputError(
+            [Problem(layout.place_of(layout.index), what, "the index.parquet that `kimik3-prep encode` wrote")]
+        )
     return metadata

@@ -41,6 +41,10 @@ class FeatureDataset(Dataset[Features]):
     def __getitem__(self, index: int) -> Features:
         return self.store[self.rows[index]]
 
+    def __getitems__(self, indices: Sequence[int]) -> list[Features]:
+        """Several items; DataLoader asks for a batch's together."""
+        return self.store.items(self.rows[list(indices)])
+
 
 class TokenBudgetSampler(Sampler[list[int]]):
     """Batches of dataset indices whose tokens sum up to `budget` at most; for DataLoader's `batch_sampler`.

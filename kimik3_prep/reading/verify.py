@@ -14,7 +14,7 @@ from collections.abc import Generator, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any, Protocol
 
 import numpy as np
@@ -23,14 +23,14 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import xxhash
 
-from kimik3_prep.disk import locks
+from kimik3_prep.disk import LOCKS
 from kimik3_prep.errors import InputError, ItemError, Problem
 from kimik3_prep.images.address import resolve
 from kimik3_prep.images.decode import codec_versions
 from kimik3_prep.images.source import foreign_errors
 from kimik3_prep.manifest.read import base_of
 from kimik3_prep.manifest.report import show
-from kimik3_prep.output.folder import OURS, OURS_IN_ROOT, Output, RunRecord
+from kimik3_prep.output.folder import Output, RunRecord
 from kimik3_prep.output.recipe import Recipe, canonical_json
 from kimik3_prep.output.shard_file import ShardFormat, open_shard
 from kimik3_prep.output.tables import (
@@ -42,7 +42,8 @@ from kimik3_prep.output.tables import (
     read_index,
     split_shards,
 )
-from kimik3_prep.remote import refuse
+from kimik3_prep.reading.fetched import fetched_output
+from kimik3_prep.remote import as_url
 from kimik3_prep.run.item import PlannedItem, decode_item, item_patches, planned_items
 
 _AGAIN = "run the same encode command again"
@@ -102,20 +103,28 @@ class Comparison:
     """Whether the Python code in that folder may run."""
 
 
-def verify(root: Path, comparison: Comparison | None = None) -> Verification:
-    """Check an output folder. Raises InputError where it is none, and where the comparison cannot be made."""
-    refuse(root)
-    layout = Output(root)
+def verify(place: Path | str, comparison: Comparison | None = None) -> Verification:
+    """Check an output, in a folder or at a URL; from there its shards come one at a time.
+
+    Raises InputError where it is none, and where the comparison cannot be made.
+    """
+    if (url := as_url(place)) is not None:
+        with fetched_output(url) as output:
+            return _verify(output, comparison)
+    return _verify(Output(Path(place)), comparison)
+
+
+def _verify(layout: Output, comparison: Comparison | None) -> Verification:
     record = layout.record()
     if record is None:
-        raise InputError([Problem(str(root), "no run.json in it", "a folder that `kimik3-prep encode` wrote")])
+        raise InputError([Problem(layout.name, "no run.json in it", "what `kimik3-prep encode` wrote")])
     again = None if comparison is None else _Again(layout, record, comparison)
     run = _Run(layout, record.recipe)
     findings = list(run.findings())
     if again is not None:
         findings += again.findings()
     return Verification(
-        path=str(root),
+        path=layout.name,
         finished=layout.index.is_file(),
         rows=run.rows,
         images=run.images,
@@ -195,7 +204,7 @@ class _Run:
         if self._planned:
             yield from self._planned_rows()
         else:
-            for name in sorted({path.stem for path in self._ours() if path.suffix == ".parquet"}):
+            for name in sorted({path.stem for path in self._in_shards() if path.suffix == ".parquet"}):
                 yield from self._shard(name, None)
         yield from self._left_over()
 
@@ -345,24 +354,21 @@ class _Run:
 
     # --- what else lies there ---
 
-    def _ours(self) -> list[Path]:
+    def _in_shards(self) -> list[PurePosixPath]:
         """The files in the folder of shards that have names of ours."""
-        return sorted(path for path in self.layout.shards.glob("*") if OURS.fullmatch(path.name))
+        return [PurePosixPath(name) for name in self.layout.files() if name.startswith("shards/")]
 
     def _left_over(self) -> Iterator[Finding]:
         """Files with names of ours that no finished run has. Files with other names are not ours to judge."""
         what = "was left by a run that was killed, or belongs to one that is running now"
         todo = f"wait until no run works in the folder, then {_AGAIN}: it clears up"
-        for name in (*(path.name for path in locks(self.layout.root)), *(f"{name}.tmp" for name in OURS_IN_ROOT)):
-            if (self.layout.root / name).exists():
+        for name in self.layout.files():
+            if name.endswith(".tmp") or LOCKS.fullmatch(name):
                 yield Finding(name, None, what, todo)
         planned = {name for name, _ in split_shards(self.layout.read_plan())} if self._planned else None
-        for path in self._ours():
-            if path.suffix == ".tmp":
-                yield Finding(f"shards/{path.name}", None, what, todo)
-            elif planned is not None and path.stem not in planned:
-                todo_with_it = "move it out of the folder"
-                yield Finding(f"shards/{path.name}", None, "belongs to no shard of the plan", todo_with_it)
+        for path in self._in_shards():
+            if planned is not None and path.suffix != ".tmp" and path.stem not in planned:
+                yield Finding(str(path), None, "belongs to no shard of the plan", "move it out of the folder")
 
 
 def _group(name: str) -> str:

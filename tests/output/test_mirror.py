@@ -285,14 +285,3 @@ def test_places_that_cannot_be(output: str, staging: Path | None, what: str) -> 
 def test_a_bucket_that_is_not_there(s3: Store, folder: Path) -> None:
     with pytest.raises(RunError, match="no such bucket"):
         prepare(settings(folder, "s3://nobody/out"), Silent())
-
-
-def test_readers_say_that_they_read_folders(run: Run) -> None:
-    for command in ("inspect", "verify"):
-        done = run(command, OUT, "--format", "json")
-        assert done.returncode == 2
-        (problem,) = json.loads(done.stdout)["problems"]
-        assert problem["where"] == OUT
-        assert "aws s3 cp --recursive s3://bucket/out FOLDER" in problem["hint"]
-    with pytest.raises(InputError, match="lies in a store"):
-        FeatureStore("gs://bucket/out")
