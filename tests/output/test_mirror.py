@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import signal
@@ -12,10 +11,9 @@ from typing import Any
 
 import fsspec
 import pytest
-from conftest import BINARY, Run, Silent, picture, write_manifest
+from conftest import BINARY, Silent, picture, write_manifest
 from stores import Store
 
-from kimik3_prep import FeatureStore
 from kimik3_prep.errors import InputError, PlanMismatch, RunError
 from kimik3_prep.output import mirror
 from kimik3_prep.output.mirror import MirroredOutput, open_output, send, staging_folder
