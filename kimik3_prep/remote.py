@@ -31,6 +31,8 @@ MOST_BYTES = 512 << 20
 ATTEMPTS = 4
 ATTEMPTS_OF_S3 = 2
 _PAUSE = 0.5  # seconds before the second attempt; each later pause is twice as long, less up to a half by chance
+#: Requests that one process may have under way; S3's own library would allow ten.
+MOST_REQUESTS = 48
 _FIRST = 16 << 20  # bytes of an object that come without asking the store for its size
 _PIECE = 8 << 20  # bytes of an object that is copied into a file, at a time
 
@@ -424,6 +426,8 @@ def _file_system(url: str) -> tuple[Any, str]:
     protocol = scheme(url) or "file"
     kind = fsspec.get_filesystem_class(protocol)
     options = {**kind._get_kwargs_from_urls(url), **_as_sent(url)}
+    if protocol in _S3 and "config_kwargs" not in fsspec.config.conf.get(protocol, {}):
+        options["config_kwargs"] = {"max_pool_connections": MOST_REQUESTS}
     path = kind._strip_protocol(url)
     if not kind.async_impl:
         return fsspec.filesystem(protocol, **options), path

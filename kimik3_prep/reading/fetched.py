@@ -38,7 +38,8 @@ from kimik3_prep.reading.stored import Ints, OpenShard, StoredRun, StoredRuns
 #: Bytes that the shards in a cache take at most, as far as nobody has them open.
 CACHE_SIZE = 50 << 30
 
-_REQUESTS = 16  # under way at a time, of one process
+_REQUESTS = remote.MOST_REQUESTS  # under way at a time, of one process
+_TOGETHER = 16  # items that iterating asks for at a time
 _GAP = 64 << 10  # bytes between two items that are brought along with them, instead of asking twice
 _MOST = 32 << 20  # bytes of one request
 _HEAD = 64 << 10  # bytes of a shard that come first: the header, and the grids of 2,000 images
@@ -282,7 +283,7 @@ class FetchedRun(StoredRun):
         size = 0
         for row in rows.tolist():
             size += self._bytes_of(row)
-            if portion and (size > _MOST or len(portion) == _REQUESTS):
+            if portion and (size > _MOST or len(portion) == _TOGETHER):
                 yield portion
                 portion, size = [], self._bytes_of(row)
             portion.append(row)

@@ -359,7 +359,7 @@ class _OpenFiles:
         return self._descriptors[file, inode]
 
 
-_files = _OpenFiles(4)
+_files = _OpenFiles(16)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
 """A shard job: skip it if it is committed, fill it from worker processes, commit it.
 
-Several shards are in work at a time: workers begin with the next one while the last items of one are still decoded, and
-a thread commits a full one while others are filled. The bytes do not depend on any of it.
+Several shards are filled at a time, up to one a worker, and a thread commits a full one meanwhile. The bytes do not
+depend on any of it.
 """
 
 from __future__ import annotations
@@ -35,11 +35,12 @@ from kimik3_prep.run.item import (
     planned_values,
     write_blocks,
 )
-from kimik3_prep.run.workers import Task, Workers
+from kimik3_prep.run.workers import MOST_TASKS, MOST_WEIGHT, Task, Workers
 
 if TYPE_CHECKING:
     from kimik3_prep.pixels.device import Batches
 
+_MOST_AT_A_TIME = 8  # shards that are filled; what a kill costs grows with them
 _COMMITS_WAITING = 2  # full shards that may wait for the disk before the next one is begun
 
 
@@ -114,7 +115,7 @@ def fill_shards(jobs: Iterable[ShardJob], workers: Workers, control: Control) ->
     full: deque[tuple[_Filling, Future[ShardResult]]] = deque()
     refused: list[RunError] = []
 
-    def tasks() -> Iterator[Task]:
+    def shards() -> Iterator[_Filling]:
         for job in jobs:
             if job.output.committed(job.name):
                 continue
@@ -127,9 +128,9 @@ def fill_shards(jobs: Iterable[ShardJob], workers: Workers, control: Control) ->
                 in_work.remove(shard)
                 refused.append(error)
                 return
-            yield from shard.tasks()
+            yield shard
 
-    answers = workers.run(tasks())
+    answers = workers.run(_in_turn(shards(), min(workers.count, _MOST_AT_A_TIME)))
     with ThreadPoolExecutor(1, "commit") as thread:
         try:
             for task, answer in answers:
@@ -162,6 +163,30 @@ def fill_shards(jobs: Iterable[ShardJob], workers: Workers, control: Control) ->
                 shard.abandon()
 
 
+def _in_turn(shards: Iterator[_Filling], most: int) -> Iterator[Task]:
+    """Yield tasks of up to `most` shards in turn, a chunk of each; a shard that wants no other beside it waits.
+
+    The system lets one process at a time write into a file, so workers that fill one shard wait for each other.
+    """
+    begun: deque[tuple[_Filling, Iterator[Task]]] = deque()
+    while True:
+        while len(begun) < most and not any(shard.alone for shard, _ in begun):
+            shard = next(shards, None)
+            if shard is None:
+                break
+            begun.append((shard, shard.tasks()))
+        if not begun:
+            return
+        shard, tasks = begun.popleft()
+        weight = 0
+        for number, task in enumerate(tasks, 1):
+            yield task
+            weight += task.weight
+            if number == MOST_TASKS or weight >= MOST_WEIGHT:
+                begun.append((shard, tasks))
+                break
+
+
 class _Filling:
     """One shard while it is filled: `tasks` go to the workers, `take` gets their answers, `commit` ends it."""
 
@@ -176,6 +201,11 @@ class _Filling:
         self._not_loaded = len(self._items)
         self._batches = self._device_batches() if job.group == "gpu" else None
         self._begun = False
+
+    @property
+    def alone(self) -> bool:
+        """Whether no other shard is begun meanwhile: one that takes memory of a device, or room until it is sent."""
+        return self._batches is not None or self._job.output.is_mirrored
 
     @property
     def full(self) -> bool:

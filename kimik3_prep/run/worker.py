@@ -117,7 +117,7 @@ class _Worker:
         number, call, payloads = pickle.loads(self._driver.recv_bytes())
         if call not in self._calls:
             self._calls[call] = pickle.loads(call)
-            if len(self._calls) > 4:
+            if len(self._calls) > 16:
                 self._calls.popitem(last=False)
         self._chunks.append(_Chunk(number, self._calls[call], payloads))
 

@@ -37,8 +37,9 @@ from kimik3_prep.errors import ItemError, WorkersDoNotStart
 from kimik3_prep.run.spool import Kept
 from kimik3_prep.run.worker import SLOT, SLOT_BYTES, Fault
 
-_MOST_TASKS = 64  # of a chunk
-_MOST_WEIGHT = 1_000_000  # of a chunk with more than one task, in pixels
+#: A chunk ends after so many tasks, or so many pixels.
+MOST_TASKS, MOST_WEIGHT = 64, 1_000_000
+
 _QUEUED = 2  # chunks that a worker has: the one in hand, and the next
 _QUEUED_SLOW = 16  # of tasks that wait for a slow place, so that their bytes can be fetched ahead
 _SENT_TO_THE_BUSY = 64 << 10  # bytes of the largest chunk for a worker that may not be reading: a socket holds more
@@ -254,9 +255,9 @@ class Workers:
         others = sum(each.need for each in self._workers if each is not worker)
         tasks: list[Task] = []
         weight = 0
-        while len(tasks) < _MOST_TASKS and (task := self._pull()) is not None:
+        while len(tasks) < MOST_TASKS and (task := self._pull()) is not None:
             fits = others + max(worker.need, task.need) <= self.memory or not (busy or tasks)
-            together = not tasks or (task.call is tasks[0].call and weight + task.weight <= _MOST_WEIGHT)
+            together = not tasks or (task.call is tasks[0].call and weight < MOST_WEIGHT)
             if not (fits and together):
                 self._waiting.appendleft(task)  # later tasks wait behind it, so that a large one gets its turn
                 break

@@ -11,14 +11,19 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
-from conftest import BINARY, Run, encode, picture, slow_jpeg, tree, until, write_manifest
+from conftest import BINARY, Run, Silent, encode, picture, slow_jpeg, tree, until, write_manifest
 from PIL import Image
+
+from kimik3_prep.output import shard_file
+from kimik3_prep.run.check import Settings
+from kimik3_prep.run.prepare import prepare
 
 ENCODE = ["encode", "m.jsonl", "--config", "kimi-k3", "-o", "out", "--no-progress"]
 
@@ -209,3 +214,28 @@ def test_the_driver_opens_no_image_and_imports_no_torch(tmp_path: Path) -> None:
         [sys.executable, "-c", code], cwd=tmp_path, env={**os.environ, "PYTHONPATH": path}, check=False
     )
     assert done.returncode == 0
+
+
+def test_workers_do_not_wait_for_each_other_at_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The system lets one process at a time write into a file: two workers begin with two shards, long as they are."""
+    picture(28, 28).save(tmp_path / "a.png")
+    manifest = write_manifest(tmp_path / "m.jsonl", [{"id": str(n), "image": "a.png"} for n in range(400)])
+    create, created, at_first = shard_file.create, list[Path](), list[int]()
+
+    def counting(path: Path) -> int:
+        created.append(path)
+        return create(path)
+
+    class Counting(Silent):
+        def advance(self, images: int, pixels: int, size: int, failed: int) -> None:
+            if self.phases[-1][0] == "images":
+                at_first.append(len(created))
+
+    monkeypatch.setattr(shard_file, "create", counting)
+    plain = Settings(str(manifest), tmp_path / "out", "kimi-k3", dtype="uint8", shard_size=800 * 588, dedupe="off")
+    for workers in (1, 2):
+        created.clear()
+        at_first.clear()
+        prepare(replace(plain, workers=workers, output=tmp_path / str(workers)), Counting())
+        assert (at_first[0], len(created)) == (workers, 2)
+    assert tree(tmp_path / "1") == tree(tmp_path / "2")
