@@ -335,6 +335,7 @@ ABSENT = object()
 
 
 def nested(**changes: Any) -> dict[str, Any]:
+    output.shards.mkdir(parents=True, exist_ok=True)
     """The published config with other values; ABSENT takes a key away."""
     values = {**copy.deepcopy(PUBLISHED), **changes}
     return {"media_proc_cfg": {key: value for key, value in values.items() if value is not ABSENT}}

@@ -28,7 +28,7 @@ import pyarrow as pa
 from kimik3_prep import remote
 from kimik3_prep.disk import LOCK_NAME, disk_errors, write_whole
 from kimik3_prep.errors import InputError, Problem, StoreRefuses, UploadDamaged
-from kimik3_prep.output.folder import OURS, OURS_IN_ROOT, STAGED_NAME, Output
+from kimik3_prep.output.folder import OURS, OURS_IN_ROOT, STAGED_NAME, Output, RunRecord
 from kimik3_prep.output.recipe import Recipe
 from kimik3_prep.remote import RemoteError, asked, info, protocol_problem, scheme
 
@@ -145,6 +145,9 @@ class MirroredOutput(Output):
         with disk_errors(self.root):
             (self.root / STAGED_NAME).unlink(missing_ok=True)
 
+    def _clear_remains(self, record: RunRecord) -> None:
+        self.clear()  # the store has what counts
+
     def _way(self, base: str) -> str:
         return base
 
@@ -200,7 +203,9 @@ class MirroredOutput(Output):
             if not retry:
                 return
         committed = _committed(there)
-        for path in sorted(self.shards.glob("*.parquet")) if self.shards.is_dir() else ():
+        with disk_errors(self.shards):
+            self.shards.mkdir(exist_ok=True)
+        for path in sorted(self.shards.glob("*.parquet")):
             if not OURS.fullmatch(path.name):
                 continue
             if path.stem in committed:
