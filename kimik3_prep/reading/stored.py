@@ -210,8 +210,8 @@ class StoredRun:
 
     def _open_shard(self, name: str) -> tuple[npt.NDArray[Any], Ints, Ints]:
         """pixel_values and grid_thws of a shard, mapped read-only, and where the patches of each grid end."""
-        path = self.layout.shard(name)
         try:
+            path = self.layout.shard(name)
             shard = open_shard(path)
         except InputError as error:  # its problems would not survive the way from a DataLoader's worker
             raise StoreError("; ".join(map(str, error.problems))) from error
