@@ -55,12 +55,12 @@ def disk_errors(path: Path, needed: int | None = None) -> Iterator[None]:
         raise DiskRefuses(str(path), error.strerror or str(error), needed, free) from error
 
 
-def write_whole(path: Path, write: Callable[[BinaryIO], object]) -> None:
+def write_whole(path: Path, write: Callable[[BinaryIO], object], parents: bool = False) -> None:
     """Create or replace a file so that a crash or a loss of power leaves the old one or the new one, whole.
 
     `write` gets a temporary file beside it. Then contents, name and folder are made durable, in this order. A link at
-    either name is replaced and never followed. A device or a pipe is written to, and keeps its name.
-    Raises DiskRefuses.
+    either name is replaced and never followed. A device or a pipe is written to, and keeps its name. parents: make the
+    folder, too. Raises DiskRefuses.
     """
     if _is_stream(path):
         with disk_errors(path), open(path, "wb") as stream:
@@ -68,7 +68,8 @@ def write_whole(path: Path, write: Callable[[BinaryIO], object]) -> None:
         return
     temporary = path.with_name(f"{path.name}.tmp")
     with disk_errors(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
+        if parents:
+            path.parent.mkdir(parents=True, exist_ok=True)
         temporary.unlink(missing_ok=True)  # of a run that was killed
         try:
             with open(temporary, "xb", opener=_exclusively) as file:
@@ -189,7 +190,6 @@ def hold(
     before the descriptor does; whoever opened it until then notices in `claim` that its name is gone.
     """
     with disk_errors(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
         descriptor = _wait_for(path, patience, waiting, must)
     try:
         with disk_errors(path):

@@ -5,6 +5,7 @@
     │   └── PlanMismatch          the output folder holds a run with other settings (exit 2)
     ├── RunError                  the machine failed us: disk full, worker died (exit 3)
     │   ├── DiskRefuses           a file cannot be written
+    │   ├── FolderRemoved         somebody removed the output folder under a run
     │   ├── StoreRefuses          an object store does not do what it is asked for
     │   ├── UploadDamaged         what arrives in an object store is not what was sent
     │   ├── ShardInUse            another run is writing the same shard
@@ -164,6 +165,21 @@ class DiskRefuses(RunError):
             text += f"; {self.needed:,} bytes needed"
         free = "and its folder cannot be read" if self.free is None else f"{self.free:,} bytes free"
         return f"{text}, {free}. {_CONTINUE}"
+
+
+class FolderRemoved(RunError):
+    """Somebody removed the output folder, or a part of it, under a run."""
+
+    def __init__(self, path: str) -> None:
+        """path: what is gone."""
+        super().__init__(path)
+        self.path = path
+
+    def __str__(self) -> str:
+        return (
+            f"the output folder was removed while the run was writing into it: {self.path} is gone. "
+            "The same command fills it again."
+        )
 
 
 class StoreRefuses(RunError):

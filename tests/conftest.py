@@ -313,6 +313,7 @@ def stored(row: int, patch_start: int = 0) -> Stored:
 
 def commit(output: Output, plan: pa.Table) -> tuple[list[str], list[pa.Table]]:
     """Commit every shard of a plan, with every image stored; gives what `finish` takes."""
+    output.shards.mkdir(parents=True, exist_ok=True)
     names: list[str] = []
     failed: list[pa.Table] = []
     for name, rows in split_shards(iter([plan])):

@@ -17,7 +17,9 @@ from kimik3_prep.errors import RunError
 
 def test_a_file_appears_whole_and_leaves_no_temporary(tmp_path: Path) -> None:
     path = tmp_path / "new" / "a.txt"
-    write_whole(path, lambda file: file.write(b"hello"))
+    with pytest.raises(RunError, match="No such file or directory"):
+        write_whole(path, lambda file: file.write(b"hello"))
+    write_whole(path, lambda file: file.write(b"hello"), parents=True)
     assert path.read_text() == "hello"
     assert os.listdir(path.parent) == ["a.txt"]
 

@@ -76,7 +76,7 @@ def gather(wishes: Wishes) -> tuple[Gathered, IO[bytes]]:
         file.writelines(lines)
         file.seek(0)
     if wishes.output is not None:
-        write_whole(wishes.output, lambda target: _copy(file, target, str(wishes.output).endswith(".gz")))
+        write_whole(wishes.output, lambda target: _copy(file, target, str(wishes.output).endswith(".gz")), True)
         file.seek(0)
     missing = missing_files(manifest)
     gathered = Gathered(

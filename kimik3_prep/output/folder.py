@@ -39,7 +39,7 @@ from kimik3_prep.disk import (
     sync,
     write_whole,
 )
-from kimik3_prep.errors import InputError, PlanMismatch, Problem
+from kimik3_prep.errors import DiskRefuses, FolderRemoved, InputError, PlanMismatch, PrepError, Problem
 from kimik3_prep.output import tables
 from kimik3_prep.output.recipe import FORMAT, Recipe, differences, fingerprint
 from kimik3_prep.remote import scheme
@@ -225,18 +225,20 @@ class Output:
 
     @contextmanager
     def alone(self) -> Iterator[None]:
-        """Hold the folder for one run. Raises InputError where another run, or a part of one, is at work."""
-        with only_run(self.root):
+        """Make the folder and hold it for one run. Raises InputError where another run, or part of one, is at work."""
+        self._make()
+        with _unless_removed(self.root), only_run(self.root):
             yield
 
     @contextmanager
     def planning_range(self, count: int, waiting: Callable[[str], object]) -> Iterator[None]:
-        """Hold the folder while one of `count` ranges plans, once the ranges before it have planned.
+        """Make the folder and hold it while one of `count` ranges plans, once the ranges before it have planned.
 
         waiting: called with the name of a process that this one waits for. Raises InputError where another run, or a
         range of another count, is at work.
         """
-        with only_range(self.root, count, waiting):
+        self._make()
+        with _unless_removed(self.root), only_range(self.root, count, waiting):
             yield
 
     @contextmanager
@@ -282,13 +284,29 @@ class Output:
                 self._write_record(replace(record, base=way))
         self.sweep(others_fill)
 
+    @contextmanager
+    def filling(self) -> Iterator[None]:
+        """Make `shards/` for a run that fills it. Raises FolderRemoved at the end if the folder is not whole any more.
+
+        Nothing makes a folder again that somebody removed meanwhile: a new run would take it for a stranger's.
+        """
+        record = self._record_at_work()
+        with disk_errors(self.shards):
+            self.shards.mkdir(exist_ok=True)
+        try:
+            with _unless_removed(self.root, self.run, self.shards):
+                yield
+        except FolderRemoved:
+            self._clear_remains(record)
+            raise
+
     def write_plan(self, table: pa.Table) -> None:
         """Write the plan, a table of `PLAN_SCHEMA`, in place of any other, and seal it. Raises RunError.
 
         A sealed plan that is gone comes back as it was: raises InputError where this table is another one.
         """
-        record = self.record()
-        sealed = record.plan if record is not None and not self.plan.is_file() else None
+        record = self._record_at_work()
+        sealed = None if self.plan.is_file() else record.plan
 
         def write(file: BinaryIO) -> None:
             tables.write_plan(table, file)
@@ -298,7 +316,7 @@ class Output:
                 hint = "restore it or the images, or choose another --output; the stored features stay as they are"
                 raise InputError([Problem(str(self.plan), what, hint=hint)])
 
-        if record is not None and record.plan is not None and sealed is None:
+        if record.plan is not None and sealed is None:
             # A kill before the new plan has its seal leaves a plan without one, and never one with a wrong one.
             self._write_record(replace(record, plan=None))
         self._place(self.plan, write)
@@ -306,8 +324,8 @@ class Output:
 
     def seal_plan(self) -> None:
         """Put the plan's digest into the run record, where a kill has kept it out."""
-        record = self.record()
-        if record is not None and record.plan is None:
+        record = self._record_at_work()
+        if record.plan is None:
             self._write_record(replace(record, plan=_digest(self.plan)))
 
     def commit(self, name: str, index: pa.Table, recipe: Recipe) -> None:
@@ -378,6 +396,14 @@ class Output:
         except InputError:
             return  # the worker lives: the next run waits for it
 
+    def _clear_remains(self, record: RunRecord) -> None:
+        """Leave no files without a run record: whoever removed the folder may have missed what was written then."""
+        with suppress(OSError):
+            self.shards.rmdir()
+        with suppress(DiskRefuses):  # it is just being removed
+            if not self.run.exists() and self._foreign_names():
+                self._write_record(record)
+
     # --- the run record ---
 
     def _checked_record(self) -> RunRecord | None:
@@ -393,6 +419,13 @@ class Output:
             if self.run.is_symlink():
                 what = f"its run.json is a link to {os.readlink(self.run)}, where there is no file"
             raise InputError([Problem(str(self.root), what, "a new or empty folder", "choose another --output")])
+        return record
+
+    def _record_at_work(self) -> RunRecord:
+        """Return the record of the run that is at work. Raises FolderRemoved where somebody has removed it."""
+        record = self.record()
+        if record is None:
+            raise FolderRemoved(str(self.run))
         return record
 
     def _foreign_names(self) -> list[str]:
@@ -416,6 +449,11 @@ class Output:
         if changed:
             raise PlanMismatch(changed)
 
+    def _make(self) -> None:
+        """Make the folder, which happens once in a run."""
+        with disk_errors(self.root):
+            self.root.mkdir(parents=True, exist_ok=True)
+
     def _write_record(self, record: RunRecord) -> None:
         text = json.dumps(record.document(), indent=2, sort_keys=True, ensure_ascii=False) + "\n"
         self._place(self.run, lambda file: file.write(text.encode()))
@@ -427,6 +465,21 @@ class Output:
     def _way(self, base: str) -> str:
         """Return the way from the folder to the images, so that both can move together; a URL as it is."""
         return base if scheme(base) else os.path.relpath(os.path.realpath(base), os.path.realpath(self.root))
+
+
+@contextmanager
+def _unless_removed(*paths: Path) -> Iterator[None]:
+    """Raise FolderRemoved where one of these paths is gone at the end, whatever else has gone wrong by then."""
+    reason: Exception | None = None
+    try:
+        yield
+    except (OSError, PrepError) as error:
+        reason = error
+    for path in paths:
+        if not path.exists():
+            raise FolderRemoved(str(path)) from reason
+    if reason is not None:
+        raise reason
 
 
 def _digest(path: Path) -> str:

@@ -27,7 +27,15 @@ import pyarrow as pa
 from kimik3_prep import remote
 from kimik3_prep.disk import LOCK_NAME, disk_errors, write_whole
 from kimik3_prep.errors import InputError, Problem, StoreRefuses, UploadDamaged
-from kimik3_prep.output.folder import OURS, OURS_IN_ROOT, STAGED_NAME, Output, committed_among, is_ours
+from kimik3_prep.output.folder import (
+    OURS,
+    OURS_IN_ROOT,
+    STAGED_NAME,
+    Output,
+    RunRecord,
+    committed_among,
+    is_ours,
+)
 from kimik3_prep.output.recipe import Recipe
 from kimik3_prep.remote import RemoteError, asked, info, protocol_problem, scheme
 
@@ -144,6 +152,9 @@ class MirroredOutput(Output):
         with disk_errors(self.root):
             (self.root / STAGED_NAME).unlink(missing_ok=True)
 
+    def _clear_remains(self, record: RunRecord) -> None:
+        self.clear()  # the store has what counts
+
     def _way(self, base: str) -> str:
         return base
 
@@ -199,7 +210,9 @@ class MirroredOutput(Output):
             if not retry:
                 return
         committed = committed_among(there)
-        for path in sorted(self.shards.glob("*.parquet")) if self.shards.is_dir() else ():
+        with disk_errors(self.shards):
+            self.shards.mkdir(exist_ok=True)
+        for path in sorted(self.shards.glob("*.parquet")):
             if not OURS.fullmatch(path.name):
                 continue
             if path.stem in committed:

@@ -71,7 +71,6 @@ class ShardWriter:
         self._data = len(form.header(images, patches)) + images * 24  # where patches start
         self.size = self._data + patches * form.patch_bytes
         with disk_errors(path, self.size):
-            path.parent.mkdir(parents=True, exist_ok=True)
             try:
                 self._file = create(self.temporary)
             except BlockingIOError:

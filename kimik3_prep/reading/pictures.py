@@ -385,7 +385,7 @@ def _write(source: Source, entry: Entry, folder: Path, grid: bool) -> Picture:
     end = "-grid.png" if grid else ".png"
     path = folder / f"{entry.row:06d}-{_UNSAFE.sub('_', entry.id)[:_MOST_OF_AN_ID]}{end}"
     image = Image.fromarray(np.ascontiguousarray(pixels))
-    write_whole(path, lambda target: image.save(target, "PNG"))
+    write_whole(path, lambda target: image.save(target, "PNG"), parents=True)
     return Picture(entry.id, str(path), image.width, image.height, entry.padding, strays, grid)
 
 
@@ -419,7 +419,7 @@ def _sheet(source: Source, entries: Sequence[Entry], path: Path, grid: bool) -> 
         page.paste(shown, (x + (_SIDE - shown.width) // 2, y + _SIDE - shown.height))
         for line, text in enumerate(labels):
             draw.text((x, y + _SIDE + 3 + line * _LEADING), text, _INK, font)
-    write_whole(path, lambda target: page.save(target, "PNG"))
+    write_whole(path, lambda target: page.save(target, "PNG"), parents=True)
     failed = sum(bool(entry.error_code) for entry in entries)
     return Sheet(str(path), page.width, page.height, tuple(entry.row for entry in entries), failed, strays)
 

@@ -48,7 +48,7 @@ def write_report(
     if target.suffix.lower() not in (".html", ".htm"):
         raise InputError([Problem("--report", f"{target} is no name of a page", "a file that ends in .html")])
     page = _Page(RunSource(open_runs([place])), description, MOST_ITEMS if first is None else first)
-    write_whole(target, page.write)
+    write_whole(target, page.write, parents=True)
     return ReportPage(str(target), len(page.items), description.rows, target.stat().st_size)
 
 

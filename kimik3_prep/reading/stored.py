@@ -243,8 +243,8 @@ class StoredRun:
 
     def _open_shard(self, name: str) -> OpenShard:
         """Map a shard read-only. Raises StoreError."""
-        path = self.layout.shard(name)
         try:
+            path = self.layout.shard(name)
             shard = open_shard(path)
         except InputError as error:  # its problems would not survive the way from a DataLoader's worker
             raise StoreError("; ".join(map(str, error.problems))) from error

@@ -26,7 +26,7 @@ def fill(
 ) -> int:
     """Fill the shards, of the range where there is one, that are not committed yet; return how many were.
 
-    Raises RunError where the machine fails, TooManyFailures.
+    Raises RunError where the machine fails or the output folder is removed, TooManyFailures.
     """
     _warn_of_lost_levels(recipe, reporter)
     left = _survey(settings, output)
@@ -42,20 +42,23 @@ def fill(
     control.on_item = on_item
     limit.check()
     reporter.phase("images", left.images)
+    if not left.images:
+        return left.committed
     jobs = _jobs(settings, checked, output, recipe)
-    try:
-        if settings.engine == "ray":
-            from kimik3_prep.run.ray import Crew, fill_on_ray
+    with output.filling():
+        try:
+            if settings.engine == "ray":
+                from kimik3_prep.run.ray import Crew, fill_on_ray
 
-            crew = Crew(settings.workers, settings.item_timeout, settings.memory, limit.left())
-            results = fill_on_ray(jobs, crew, settings.ray, control)
-        else:
-            results = fill_shards(jobs, workers, control)
-        for _ in results:
-            pass
-    except Stopped:
-        limit.check()
-        raise RunStopped from None
+                crew = Crew(settings.workers, settings.item_timeout, settings.memory, limit.left())
+                results = fill_on_ray(jobs, crew, settings.ray, control)
+            else:
+                results = fill_shards(jobs, workers, control)
+            for _ in results:
+                control.stopped = control.stopped or not output.run.exists()
+        except Stopped:
+            limit.check()
+            raise RunStopped from None
     limit.check()  # the last item may have been the one too many
     return left.committed
 

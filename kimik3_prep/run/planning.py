@@ -176,23 +176,29 @@ def _read_headers(
     limit = FailureLimit(settings.most_failures)
     for task, answer in workers.run(tasks()):
         span, promised = task.tag
-        if isinstance(answer, ItemError):
-            headers.fail(span, answer)
+        if error := _error_of(answer, promised):
+            headers.fail(span, error)
             reporter.advance(1, 0, 0, 1)
-            limit.count(answer)
+            limit.count(error)
             limit.check()
             continue
         if answer.kept is not None:
             workers.kept[task.payload] = answer.kept
-        _keep(headers, span, answer, promised)
+        _keep(headers, span, answer)
         reporter.advance(1, answer.width * answer.height, 0, 0)
 
 
-def _keep(headers: Headers, span: int, header: Header, promised: str | None) -> None:
-    if header.content_hash is not None:
-        if promised is not None and header.content_hash != promised:
-            return headers.fail(span, ItemError("content_hash_mismatch", f"the file's is {header.content_hash}"))
-        headers.content_hash[span] = header.content_hash
+def _error_of(answer: Header | ItemError, promised: str | None) -> ItemError | None:
+    """Return why an image cannot be planned, or None. promised: the hash that the manifest gives."""
+    if isinstance(answer, ItemError):
+        return answer
+    if promised is not None and answer.content_hash not in (None, promised):
+        return ItemError("content_hash_mismatch", f"the file's is {answer.content_hash}")
+    return None
+
+
+def _keep(headers: Headers, span: int, header: Header) -> None:
+    headers.content_hash[span] = header.content_hash
     if not headers.width[span]:  # else the manifest gave a size, which is checked when the image is decoded
         headers.width[span], headers.height[span] = header.width, header.height
         headers.mode[span], headers.format[span] = header.mode, header.format

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pyarrow as pa
@@ -26,14 +28,17 @@ from conftest import (
 )
 
 from kimik3_prep.disk import claim
-from kimik3_prep.errors import InputError, PlanMismatch
+from kimik3_prep.errors import FolderRemoved, InputError, PlanMismatch, RunError
 from kimik3_prep.output.folder import Output, RunRecord
 from kimik3_prep.output.recipe import fingerprint
+from kimik3_prep.output.shard_file import ShardFormat, ShardWriter
+from kimik3_prep.output.tables import index_table, split_shards
 
 
 @pytest.fixture
 def output(tmp_path: Path) -> Output:
-    """An output folder that is not there yet."""
+    """An empty output folder."""
+    (tmp_path / "out").mkdir()
     return Output(tmp_path / "out")
 
 
@@ -63,7 +68,6 @@ def test_the_same_settings_resume_and_other_versions_are_no_other_settings(outpu
 
 
 def test_a_run_that_was_killed_while_writing_its_record_starts_anew(output: Output) -> None:
-    output.root.mkdir()
     (output.root / "run.json.tmp").write_text('{"form')
     (output.root / ".lock-3-of-8").touch()
     output.begin(recipe(), VERSIONS, overwrite=False)
@@ -104,8 +108,8 @@ def test_a_setting_that_became_a_table_is_named_whole(output: Output) -> None:
 @pytest.mark.parametrize("overwrite", [False, True])
 def test_a_folder_of_somebody_elses_is_refused_and_untouched(output: Output, name: str, overwrite: bool) -> None:
     """Even under our own names: without run.json nothing says that the files are ours, or what is in them."""
-    (output.root / "shards").mkdir(parents=True) if name == "shards" else output.root.mkdir()
     path = output.root / name / "cpu-00000.parquet" if name == "shards" else output.root / name
+    path.parent.mkdir(exist_ok=True)
     path.write_text("precious")
     with pytest.raises(InputError, match="choose another --output") as caught:
         output.begin(recipe(), VERSIONS, overwrite=overwrite)
@@ -212,6 +216,73 @@ def test_a_sweep_takes_what_nobody_writes_any_more(output: Output) -> None:
     os.close(living)
     output.sweep()
     assert os.listdir(output.shards) == ["notes.tmp"]
+
+
+# --- a folder that is removed under a run ---------------------------------------------------------------------------
+
+
+def test_no_write_makes_a_folder_again_that_was_removed(output: Output) -> None:
+    """The next run would find files without a run record in it, and take them for a stranger's."""
+    sealed(output)
+    (_, rows), *_ = split_shards(output.read_plan())
+    shutil.rmtree(output.root)
+    writes: list[Callable[[], object]] = [
+        lambda: output.write_plan(rows),
+        output.seal_plan,
+        output.filling().__enter__,
+        lambda: ShardWriter(output.shard("cpu-00000"), ShardFormat(recipe(), "cpu"), 1, 4),
+        lambda: output.commit("cpu-00000", index_table(rows, {}), recipe()),
+        lambda: output.finish([], [], recipe()),
+        output.holding_range(1, 2).__enter__,
+        lambda: output.holding_shard("cpu-00000", 0.0).__enter__(),
+    ]
+    for write in writes:
+        with pytest.raises(RunError):
+            write()
+        assert not output.root.exists()
+
+
+@pytest.mark.parametrize("gone", ["", "shards", "run.json"])
+@pytest.mark.parametrize("fault", [None, FileNotFoundError("a file"), InputError([])])
+def test_what_was_removed_is_named_whatever_failed_by_then(output: Output, gone: str, fault: Exception | None) -> None:
+    sealed(output)
+    place = output.root / gone
+
+    def run() -> None:
+        with output.alone(), output.filling():
+            place.unlink() if place.is_file() else shutil.rmtree(place)
+            if fault is not None:
+                raise fault
+
+    with pytest.raises(FolderRemoved, match=rf"while the run was writing into it: {place} is gone\."):
+        run()
+
+
+@pytest.mark.parametrize("error", [InputError([]), RunError("no"), OSError(5, "no"), KeyboardInterrupt()])
+def test_other_errors_stay_what_they_are(output: Output, error: BaseException) -> None:
+    sealed(output)
+    with pytest.raises(type(error)) as caught, output.alone(), output.filling():
+        raise error
+    assert caught.value is error
+
+
+@pytest.mark.parametrize(("missed", "left"), [("shards/cpu-00000.safetensors", ["run.json", "shards"]), ("shards", [])])
+def test_what_a_removal_has_missed_is_no_strangers(output: Output, missed: str, left: list[str]) -> None:
+    """`rm -r` reads a folder's names once, and a shard that is committed just then stays."""
+    sealed(output)
+    record = output.run.read_bytes()
+
+    def write_late() -> None:
+        shutil.rmtree(output.root)
+        output.shards.mkdir(parents=True)
+        if missed != "shards":
+            (output.root / missed).touch()
+
+    with pytest.raises(FolderRemoved, match=r"run\.json is gone"), output.filling():
+        write_late()
+    assert sorted(os.listdir(output.root)) == left
+    assert not left or output.run.read_bytes() == record
+    output.begin(recipe(), VERSIONS)
 
 
 # --- seals ----------------------------------------------------------------------------------------------------------

@@ -72,7 +72,8 @@ def test_files_have_the_schemas_and_the_same_bytes_each_time(tmp_path: Path) -> 
     for name in ("one", "two"):
         output = Output(tmp_path / name / "out")
         plan = planned(tmp_path / name, rows, 50, fail=[40])
-        output.begin(recipe(), VERSIONS, overwrite=False)
+        output.root.mkdir()
+        output.begin(recipe(), VERSIONS)
         output.write_plan(plan)
         # In another order and cut into other pieces: neither may be seen in the bytes.
         names, failed = commit(output, plan if name == "one" else pa.concat_tables([plan.slice(0, 9), plan.slice(9)]))
@@ -173,6 +174,8 @@ def test_a_plan_comes_back_in_pieces_of_bounded_size(
 ) -> None:
     monkeypatch.setattr(store, "_ROW_GROUP", 16)
     plan = planned(tmp_path / "set", [item(f"{i % 30}.png", id=str(i), tag="é") for i in range(50)])
+    output.root.mkdir()
+    output.begin(recipe(), VERSIONS)
     output.write_plan(plan)
     parts = list(output.read_plan())
     assert [part.num_rows for part in parts] == [16, 16, 16, 2]

@@ -40,6 +40,7 @@ def item(image: str, width: int = 28, height: int = 28, **more: Any) -> dict[str
 def run(folder: Path, plan: pa.Table, fail: dict[str, set[int]] | None = None) -> RunSummary:
     """Write the indexes of a plan, with the rows in `fail` failed by shard, and sum them up."""
     output = Output(folder / "out")
+    output.shards.mkdir(parents=True)
     names: list[str] = []
     lost: list[pa.Table] = []
     for name, rows in split_shards(iter([plan])):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import hashlib
 import json
 import multiprocessing
@@ -344,6 +345,21 @@ def test_a_place_that_the_shard_does_not_have_is_a_store_error(copy: Path, colum
     pq.write_table(wrong, copy / "index.parquet")
     with pytest.raises(StoreError, match=r"line 3, n1: .* does not hold what the index says"):
         FeatureStore(copy)["n1"]
+
+
+@pytest.mark.parametrize("name", ["../../other", "cpu-00000/../../../other", "", "cpu-00000\n"])
+def test_an_index_that_names_a_shard_elsewhere_is_a_store_error(copy: Path, name: str) -> None:
+    """A shard lies in the named place, and it is not read."""
+    index = pq.read_table(copy / "index.parquet")
+    at = index.schema.get_field_index("shard")
+    names = [shard and name for shard in index["shard"].to_pylist()]
+    pq.write_table(index.set_column(at, index.schema.field(at), pa.array(names)), copy / "index.parquet")
+    with contextlib.suppress(OSError):
+        shutil.copy(copy / "shards" / "cpu-00000.safetensors", copy / "shards" / f"{name}.safetensors")
+    store = FeatureStore(copy)
+    for read in (lambda: store["n1"], lambda: list(store.iterate("shard")), lambda: store.batch(["n1"])):
+        with pytest.raises(StoreError, match=r"names the shard .*; expected a name like cpu-00000"):
+            read()
 
 
 def test_a_run_that_was_changed_meanwhile_is_a_store_error(copy: Path) -> None:

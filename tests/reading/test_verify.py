@@ -18,6 +18,7 @@ from conftest import Run, encode, flip, local_row, picture, tree, write_manifest
 
 from kimik3_prep.errors import InputError
 from kimik3_prep.images.decode import codec_versions
+from kimik3_prep.output.folder import Output
 from kimik3_prep.reading.verify import Comparison, Finding, Verification, verify
 
 
@@ -147,6 +148,7 @@ def other_run(root: Path) -> None:
         (other_run, "shards/cpu-00000.parquet", "metadata"),
         (change("index.parquet", "content_hash", "sha256:0"), "index.parquet", "it should be 'sha256:0'"),
         (change("index.parquet", "content_hash", "sha256:0", 1), "index.parquet", "one of the two files is damaged"),
+        (change("index.parquet", "shard", "../../other"), "index.parquet", "shard is '../../other'"),
         (change("index.parquet", "item", 1), "index.parquet", "each once"),
         (change("shards/cpu-00000.parquet", "num_tokens", 7), "shards/cpu-00000.parquet", "num_tokens is 7"),
         (change("shards/cpu-00000.parquet", "id", "x"), "shards/cpu-00000.parquet", "id is 'x'"),
@@ -160,6 +162,18 @@ def test_damage_is_named(copy: Path, damage: Callable[[Path], None], file: str, 
     damage(copy)
     result = findings(copy)
     assert any(finding.file == file and words in finding.what for finding in result), result
+
+
+@pytest.mark.parametrize("name", ["cpu-00000/../../../x", "../../x", ""])
+def test_a_plan_that_names_a_file_elsewhere_is_refused(copy: Path, name: str) -> None:
+    """The plan is sealed: whoever wrote the name has sealed it anew."""
+    output = Output(copy)
+    plan = pa.concat_tables(output.read_plan())
+    names = [name if shard == "cpu-00001" else shard for shard in plan["shard"].to_pylist()]
+    at = plan.schema.get_field_index("shard")
+    output.write_plan(plan.set_column(at, plan.schema.field(at), [names]))
+    with pytest.raises(InputError, match=r"names the shard .*; expected a name like cpu-00000"):
+        verify(copy)
 
 
 def test_what_it_says_to_do_mends_it(copy: Path, whole: Path, tmp_path: Path) -> None:

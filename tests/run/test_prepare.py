@@ -25,6 +25,7 @@ from kimik3_prep.checkpoint.levels import DTYPES, level_table
 from kimik3_prep.errors import InputError, PlanMismatch, TooManyFailures
 from kimik3_prep.output import shard_file
 from kimik3_prep.output import tables as store
+from kimik3_prep.output.folder import Output
 from kimik3_prep.pixels.cpu import write_patches
 from kimik3_prep.run import workers as workers_module
 from kimik3_prep.run.check import Settings, default_output
@@ -283,11 +284,45 @@ def test_missing_files_stop_the_planning_before_all_are_asked_for(tmp_path: Path
     assert dry_run(settings, Silent()).failed == 300  # it counts all that would fail
 
 
+def test_files_that_break_their_promise_stop_the_planning_too(tmp_path: Path) -> None:
+    rows = []
+    for number in range(100):
+        picture(20, 20, seed=number).save(tmp_path / f"{number}.png")
+        rows.append({"image": f"{number}.png", "content_hash": "sha256:" + "0" * 64})
+    manifest = write_manifest(tmp_path / "m.jsonl", rows)
+    more: dict[str, Any] = {"dedupe": "content", "max_failures": 10}
+    reporter = Silent()
+    with pytest.raises(TooManyFailures, match=r"stopped at 11 failed items .*content_hash_mismatch") as caught:
+        prepare(Settings(str(manifest), tmp_path / "out", "kimi-k3", **more), reporter)
+    assert (caught.value.failed, reporter.done, reporter.failed) == (11, 11, 11)
+    assert not (tmp_path / "out" / "plan.parquet").exists()
+
+
 def test_a_run_record_that_is_a_link_to_nothing_is_named(mixed: Path, tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "run.json").symlink_to("nowhere.json")
     with pytest.raises(InputError, match=r"its run.json is a link to nowhere.json, where there is no file"):
         encode(mixed, tmp_path / "out")
+
+
+@pytest.mark.parametrize("name", ["cpu-00000/../../../x", "../../x", "/x", "", "cpu-00001.safetensors"])
+def test_a_plan_that_names_a_file_elsewhere_is_refused(tmp_path: Path, name: str) -> None:
+    """The plan is sealed: whoever wrote the name has sealed it anew."""
+    folder = tmp_path / "a" / "b"
+    folder.mkdir(parents=True)
+    picture(50, 40).save(folder / "a.png")
+    manifest = write_manifest(folder / "m.jsonl", [{"image": "a.png"}])
+    encode(manifest, folder / "out")
+    output = Output(folder / "out")
+    (plan,) = output.read_plan()
+    output.take_back(["cpu-00000"])
+    at = plan.schema.get_field_index("shard")
+    output.write_plan(plan.set_column(at, plan.schema.field(at), [[name]]))
+    before = tree(tmp_path)
+    with pytest.raises(InputError) as caught:
+        encode(manifest, folder / "out")
+    assert f"out: names the shard {name!r}; expected a name like cpu-00000" in str(caught.value)
+    assert tree(tmp_path) == before
 
 
 def test_a_stop_leaves_no_temporary_file(mixed: Path, tmp_path: Path) -> None:

@@ -150,6 +150,7 @@ def test_while_a_range_is_at_work(pictures: Path, run: Run, tmp_path: Path) -> N
 
 
 def test_a_range_waits_while_another_plans(pictures: Path, tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
     with contextlib.ExitStack() as planner:
         planner.enter_context(hold(tmp_path / "out" / ".lock-plan"))
         planner.enter_context(hold(tmp_path / "out" / ".lock"))
@@ -165,6 +166,7 @@ def test_a_range_waits_while_another_plans(pictures: Path, tmp_path: Path) -> No
 
 
 def test_a_plain_run_is_not_waited_for(pictures: Path, tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
     with hold(tmp_path / "out" / ".lock"), pytest.raises(InputError, match="another run is writing"):
         fill_range(pictures, 1, 2)
 

@@ -208,6 +208,19 @@ def test_a_driver_that_is_told_to_end_takes_its_workers_along(
     assert not list(tmp_path.glob("out/**/*.tmp"))
 
 
+@pytest.mark.parametrize("gone", ["out", "out/shards"])
+def test_a_folder_that_is_removed_under_a_run_is_said(gone: str, slow: Path, address: str, tmp_path: Path) -> None:
+    driver = subprocess.Popen([str(BINARY), *RAY, address], cwd=tmp_path, stderr=subprocess.PIPE, text=True)
+    until(lambda: list(tmp_path.glob("out/shards/*.parquet")) and at_work(tmp_path / "out"))
+    until(lambda: shutil.rmtree(tmp_path / gone, ignore_errors=True) or not (tmp_path / gone).exists())
+    _, stderr = driver.communicate(timeout=240)
+    assert driver.returncode == 3, stderr
+    assert f"the output folder was removed while the run was writing into it: {gone}" in stderr
+    encode(slow, "out", "local")
+    encode(slow, "local", "local")
+    assert tree(tmp_path / "out") == tree(tmp_path / "local")
+
+
 @pytest.mark.usefixtures("ray")
 def test_on_error_fail_stops_before_the_shard_is_committed(sources: Path, tmp_path: Path) -> None:
     text = sources.read_text().splitlines(keepends=True)
@@ -307,7 +320,7 @@ def test_a_worker_with_other_libraries_makes_nothing(sources: Path, tmp_path: Pa
     report = _ray_task(job, ONE, versions)
     assert report.result is None
     assert "instead of 1.1.7" in str(report.error)
-    assert not (tmp_path / "out" / "shards").exists()
+    assert not list(tmp_path.glob("out/shards/*"))
     assert _ray_task(job, ONE, _versions(())).result is not None
 
 

@@ -6,16 +6,19 @@ import contextlib
 import json
 import os
 import resource
+import shutil
 import signal
 import subprocess
 import sys
-import time
+import threading
 from collections.abc import Callable
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import BINARY, Run, Silent, on_full_output, picture, tree, write_manifest
+from conftest import BINARY, Run, Silent, on_full_output, picture, tree, until, write_manifest
 from PIL import Image
 
 from kimik3_prep.disk import LOCK_NAME, only_run
@@ -49,6 +52,7 @@ def committed(out: Path) -> dict[str, str]:
 def test_a_second_run_is_refused_and_told_whose_the_first_is(pictures: Path, run: Run, tmp_path: Path) -> None:
     import socket
 
+    (tmp_path / "out").mkdir()
     with only_run(tmp_path / "out"):
         done = run(*ENCODE, "-o", "out")
         assert done.returncode == 2
@@ -192,6 +196,54 @@ def test_a_disk_that_is_really_full(pictures: Path, run: Run, tmp_path: Path) ->
     assert tree(tmp_path / "out") == tree(tmp_path / "whole")
 
 
+# --- a folder that is removed under a run -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("gone", "more"),
+    [("out", []), ("out/shards", []), ("out", ["--shard-range", "1/1"])],
+    ids=["out", "shards", "range"],
+)
+def test_a_folder_that_is_removed_under_a_run_is_said(run: Run, tmp_path: Path, gone: str, more: list[str]) -> None:
+    picture(600, 400).save(tmp_path / "a.png")
+    write_manifest(tmp_path / "m.jsonl", [{"id": str(number), "image": "a.png"} for number in range(80)])
+    command = [*ENCODE, "--dedupe", "off", "--shard-size", "1MB", "--dtype", "uint8", "-j", "1", "-o", "out", *more]
+    process = subprocess.Popen([str(BINARY), *command], cwd=tmp_path, stderr=subprocess.PIPE, text=True)
+    until(lambda: list(tmp_path.glob("out/shards/*.parquet")))
+    until(lambda: shutil.rmtree(tmp_path / gone, ignore_errors=True) or not (tmp_path / gone).exists())
+    _, stderr = process.communicate(timeout=120)
+    assert process.returncode == 3, stderr
+    assert stderr.startswith(f"error: the output folder was removed while the run was writing into it: {gone}")
+    assert stderr.count("\n") == 1
+    done = run(*command)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_folder_that_is_removed_while_a_run_plans_is_said(run: Run, tmp_path: Path) -> None:
+    picture(60, 50).save(tmp_path / "a.png")
+    asked, answer = threading.Event(), threading.Event()
+
+    class Patient(SimpleHTTPRequestHandler):
+        def do_GET(self) -> None:
+            asked.set()
+            answer.wait(120)
+            super().do_GET()
+
+        def log_message(self, format: str, *args: Any) -> None: ...
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), partial(Patient, directory=str(tmp_path))) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        write_manifest(tmp_path / "m.jsonl", [{"image": f"http://127.0.0.1:{server.server_port}/a.png"}])
+        process = subprocess.Popen([str(BINARY), *ENCODE, "-o", "out"], cwd=tmp_path, stderr=subprocess.PIPE, text=True)
+        assert asked.wait(120)
+        shutil.rmtree(tmp_path / "out")
+        answer.set()
+        _, stderr = process.communicate(timeout=120)
+        assert (process.returncode, "out is gone" in stderr) == (3, True), stderr
+        assert run(*ENCODE, "-o", "out").returncode == 0
+        server.shutdown()
+
+
 # --- descriptors, locale, streams, signals ------------------------------------------------------------------------
 
 
@@ -236,9 +288,7 @@ def test_sigterm_ends_as_ctrl_c_does(run: Run, tmp_path: Path) -> None:
     write_manifest(tmp_path / "m.jsonl", [{"id": str(number), "image": "a.jpg"} for number in range(240)])
     command = [*ENCODE, "--dedupe", "off", "--shard-size", "5MB", "--dtype", "uint8", "-j", "1", "-o", "out"]
     process = subprocess.Popen([str(BINARY), *command], cwd=tmp_path, stderr=subprocess.PIPE, text=True)
-    until = time.monotonic() + 60
-    while not list(tmp_path.glob("out/shards/*.parquet")) and time.monotonic() < until:
-        time.sleep(0.01)
+    until(lambda: list(tmp_path.glob("out/shards/*.parquet")))
     process.send_signal(signal.SIGTERM)
     _, stderr = process.communicate(timeout=60)
     assert process.returncode == 143
