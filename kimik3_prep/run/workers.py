@@ -221,11 +221,13 @@ class Workers:
 
     def _waits_for_a_worker(self) -> bool:
         """Whether there is a task that one more worker could begin with now."""
+        busy = any(worker.chunks for worker in self._workers)
+        if self._alone:
+            return not busy
         task = self._pull()
         if task is None:
             return False
         self._waiting.appendleft(task)
-        busy = any(worker.chunks for worker in self._workers)
         return not busy or sum(worker.need for worker in self._workers) + task.need <= self.memory
 
     def _send_chunk(self, worker: _Worker) -> bool:

@@ -106,6 +106,15 @@ def test_a_task_whose_worker_died_is_tried_again_with_nothing_beside_it(two: Wor
     assert len(answers) == 41
 
 
+@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("before", [0, 1, 20])
+def test_the_last_task_is_answered_although_no_worker_is_left(tmp_path: Path, count: int, before: int) -> None:
+    once = ("signal once", str(tmp_path / "once"))
+    with Workers(count, 60, 1 << 30) as workers:
+        answers = run(workers, *[("say", number) for number in range(before)], once)
+    assert answers == {("say", number): number for number in range(before)} | {once: "second time"}
+
+
 def test_workers_that_cannot_start_are_said_and_why(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.path", [])
     with Workers(1, 60, GIB) as workers, pytest.raises(WorkersDoNotStart, match=r"exit code 1: .*ModuleNotFoundError"):
