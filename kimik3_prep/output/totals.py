@@ -149,8 +149,8 @@ _NUMBERS = ["shard", "row", "patch_start", "patch_count", "num_tokens", "width",
 
 def summarize_plan(table: pa.Table, patch_size: int, dtype: str) -> PlanSummary:
     """Return the totals of a plan, a table of `PLAN_SCHEMA`. dtype: the storage type that was chosen."""
-    failed = table.select(_FAILURE).filter(pc.is_null(table["shard"]))
-    planned = table.select(_NUMBERS).filter(pc.is_valid(table["shard"]))
+    many = table.num_rows - table["shard"].null_count  # the failed rows come last
+    planned, failed = table.select(_NUMBERS).slice(0, many), table.select(_FAILURE).slice(many)
     stored = _first_of_span(planned)
     tokens = stored["num_tokens"].to_numpy()
     patches = int(pc.sum(stored["patch_count"]).as_py() or 0)
@@ -233,7 +233,7 @@ def _first_of_span(planned: pa.Table) -> pa.Table:
     fresh[1:] = (np.diff(row) != 0) | (np.diff(start) != 0)
     shard = planned["shard"].combine_chunks().dictionary_encode().indices.to_numpy()
     fresh[1:] |= np.diff(shard) != 0
-    return planned.filter(pa.array(fresh))
+    return planned if fresh.all() else planned.filter(pa.array(fresh))
 
 
 def histogram(tokens: Any) -> tuple[Bin, ...]:

@@ -9,6 +9,7 @@ A plan depends on the manifest, the headers and the settings, and on nothing els
 
 from __future__ import annotations
 
+import hashlib
 import pickle
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -281,25 +282,19 @@ def join_equal(spans: Spans, headers: Headers) -> tuple[Spans, Headers]:
 
 
 def _identity(items: pa.Table, groups: pa.Array, base: str) -> pa.Array:
-    """What makes two rows name the same image: the resolved path, the group, and what the row promises of the image."""
+    """What makes two rows name the same image: the resolved path, the group, and what the row promises of the image.
+
+    Digests of 16 bytes, because the text of millions of rows, or of images written as text, would be there once more.
+    """
     base = base.encode("utf-8", "surrogateescape").decode("utf-8", "replace")  # Arrow holds UTF-8 only
-    sources = pa.chunked_array(
-        [
-            pa.array([resolve(image, base) for image in chunk.to_pylist()], pa.large_string())
-            for chunk in items["image"].chunks
-        ],
-        pa.large_string(),
-    ).combine_chunks()
-    text = [
-        pc.fill_null(pc.cast(items[name].combine_chunks(), pa.large_string()), "")
-        for name in ("content_hash", "width", "height")
-    ]
-    if pc.any(pc.is_valid(items["grid_thw"])).as_py():
-        grids = [None if grid is None else str(grid) for grid in items["grid_thw"].to_pylist()]
-        text.append(pc.fill_null(pa.array(grids, pa.large_string()), ""))
-    return pc.binary_join_element_wise(
-        pc.cast(groups, pa.large_string()), sources, *text, pa.scalar("\x00", pa.large_string())
-    )
+    said = items.select(["image", "content_hash", "width", "height", "grid_thw"])
+    said = said.append_column("group", groups)
+    digests = bytearray()
+    for batch in said.to_batches(max_chunksize=_WINDOW):
+        for image, *rest in zip(*(column.to_pylist() for column in batch.columns), strict=True):
+            text = repr((resolve(image, base), *rest)).encode("utf-8", "surrogatepass")
+            digests += hashlib.blake2b(text, digest_size=16).digest()
+    return pa.Array.from_buffers(pa.binary(16), items.num_rows, [None, pa.py_buffer(digests)])
 
 
 # --- places ---------------------------------------------------------------------------------------------------------
@@ -320,7 +315,7 @@ def make_plan(
     """
     grids, limits = _grids(items, spans, headers, rule, max_tokens)
     failed = np.array([code is not None for code in headers.error_code], bool)
-    patches = grids[:, 4] * grids[:, 5]
+    patches = grids[4] * grids[5]
     names, shard, row, start = _pack(spans, patches, failed, shard_patches)
     of_row = spans.of_row
     order = np.lexsort((np.arange(len(of_row)), row[of_row], np.where(failed, len(names), shard)[of_row]))
@@ -347,7 +342,7 @@ def make_plan(
         hashes = pc.coalesce(measured, items["content_hash"].combine_chunks())
         items = items.set_column(items.schema.get_field_index("content_hash"), "content_hash", hashes)
     for index, name in enumerate(GRID_FIELDS):
-        columns[name] = pa.array(grids[:, index].copy(), mask=failed if index > 3 else ~resized_here)
+        columns[name] = pa.array(grids[index], mask=failed if index > 3 else ~resized_here)
     items = _taken(items, order)
     spans_of = of_row[order]
     # One column after the other leaves: of ten million rows they would be gigabytes twice.
@@ -364,16 +359,17 @@ def _taken(values: Any, places: Ints) -> Any:
 def _grids(
     items: pa.Table, spans: Spans, headers: Headers, rule: GridRule, max_tokens: int | None
 ) -> tuple[Ints, Ints]:
-    """By span: the fields of `Grid`, `[spans, 7]`, zeros for the failed ones; the lowered in_patch_limit, else zero.
+    """By span: the fields of `Grid`, `[7, spans]`, zeros for the failed ones; the lowered in_patch_limit, else zero.
 
     Spans that no limit brings under `max_tokens` fail here.
     """
     wanted = np.array([code is None for code in headers.error_code], bool)
-    grids, limits = np.zeros((len(wanted), len(GRID_FIELDS)), np.int64), np.zeros(len(wanted), np.int64)
+    grids, limits = np.zeros((len(GRID_FIELDS), len(wanted)), np.int64), np.zeros(len(wanted), np.int64)
     local = spans.groups == GROUPS.index("local")
     sized = np.flatnonzero(wanted & ~local)
     # Photographs come in few sizes: each one's grid is computed once.
-    sizes, inverse = np.unique(headers.width[sized] << 32 | headers.height[sized], return_inverse=True)
+    codes = pa.array(headers.width[sized] << 32 | headers.height[sized]).dictionary_encode()
+    sizes, inverse = codes.dictionary.to_numpy(), codes.indices.to_numpy()
     unfit: list[int] = []
     by_size = np.zeros((len(sizes), len(GRID_FIELDS) + 1), np.int64)
     for number, size in enumerate(sizes):
@@ -387,7 +383,8 @@ def _grids(
         by_size[number] = (*fields, limit if limit < rule.in_patch_limit else 0)
     for span in sized[np.isin(inverse, unfit)].tolist():
         headers.fail(span, ItemError("too_many_tokens", f"no scale brings it down to {max_tokens:,} tokens"))
-    grids[sized], limits[sized] = by_size[inverse, :-1], by_size[inverse, -1]
+    for values, of_size in zip((*grids, limits), by_size.T, strict=True):
+        values[sized] = of_size[inverse]
     given = np.flatnonzero(wanted & local)
     for span, (_, rows, cols) in zip(
         given.tolist(), items["grid_thw"].take(pa.array(spans.first_row[given])).to_pylist(), strict=True
@@ -396,7 +393,7 @@ def _grids(
             text = f"grid_thw {[1, rows, cols]} is {rows * cols:,} patches; the limit is {_MOST_PATCHES:,}"
             headers.fail(span, ItemError("bad_features", text))
             continue
-        grids[span, 4:] = rows, cols, rule.tokens(rows, cols)
+        grids[4:, span] = rows, cols, rule.tokens(rows, cols)
         if max_tokens is not None and rule.tokens(rows, cols) > max_tokens:
             text = f"{rule.tokens(rows, cols):,} tokens, above --max-tokens; features made elsewhere cannot be scaled"
             headers.fail(span, ItemError("too_many_tokens", text))

@@ -39,6 +39,8 @@ class Commands(TyperGroup):
 def run_command(app: Callable[..., object]) -> None:
     """Run the command line in a process that is fit for it. Every way it ends is told here."""
     _speak_utf8()
+    # Arrow's own allocator keeps what tables leave: a third of the memory that planning two million rows takes.
+    os.environ.setdefault("ARROW_DEFAULT_MEMORY_POOL", "system")
     _occupy_standard_streams()
     signal.signal(signal.SIGTERM, _terminate)
     format = asked_format(sys.argv[1:])
