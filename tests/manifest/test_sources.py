@@ -20,6 +20,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from conftest import Run, png_bytes
+from stores import Store
 
 from kimik3_prep.images.address import resolve
 from kimik3_prep.images.source import read_whole
@@ -153,3 +154,41 @@ def test_every_source(name: str, tmp_path: Path, run: Run, monkeypatch: pytest.M
     assert manifest.items["id"].to_pylist() == [row["id"] for row in index]
     found = [read_whole(resolve(image, manifest.base)).content_hash for image in manifest.items["image"].to_pylist()]
     assert found == hashes
+
+
+#: What lies below a prefix of a store.
+PREFIXES: dict[str, Callable[[Path], Any]] = {
+    "tars": lambda f: [tar(f / f"{n[0]}.tar", [n]) for n in NAMES],
+    "tables": lambda f: pq.write_table(TABLE, f / "a.parquet"),
+    "pictures": lambda f: [(f / name).write_bytes(content) for name, content in PICTURES.items()],
+    "pictures and captions": lambda f: image_folder(f, "jsonl"),
+    "a list": lambda f: [shutil.copytree(f.parent / "img", f / "img"), (f / "rows.jsonl").write_bytes(LINES)],
+    "save_to_disk": save_to_disk,
+}
+
+
+@pytest.mark.parametrize(("name", "end"), zip(PREFIXES, ("", "/") * 3, strict=True))
+def test_every_prefix_of_a_store(
+    name: str, end: str, tmp_path: Path, run: Run, s3: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`encode s3://bucket/sets/x` stores the pictures below it, and none of what merely begins with that name."""
+    monkeypatch.chdir(tmp_path)
+    for folder in ("img", "x"):
+        (tmp_path / folder).mkdir()
+    for file, content in PICTURES.items():
+        (tmp_path / "img" / file).write_bytes(content)
+    PREFIXES[name](tmp_path / "x")
+    for path in filter(Path.is_file, (tmp_path / "x").rglob("*")):
+        s3.put(f"sets/{path.relative_to(tmp_path).as_posix()}", path.read_bytes())
+    s3.put("sets/xylophone/other.png", png_bytes(50, 50, seed=9))
+    options = ["--config", "kimi-k3", "--backend", "cpu", "--dtype", "uint8", "--format", "json"]
+    done = run("encode", f"s3://bucket/sets/x{end}", *options, "-o", "out", "-j", "1")
+    assert done.returncode == 0, done.stdout + done.stderr
+    index = pq.read_table(tmp_path / "out" / "index.parquet").to_pylist()
+    assert [row["content_hash"] for row in index] == [
+        f"sha256:{hashlib.sha256(content).hexdigest()}" for content in PICTURES.values()
+    ]
+    if "captions" in name:
+        assert [json.loads(row["extra"])["caption"] for row in index] == ["c0", "c1", "c2"]
+    gather(Wishes(f"s3://bucket/sets/x{end}", Path("m.jsonl")))
+    assert read_manifest("m.jsonl").items["id"].to_pylist() == [row["id"] for row in index]
