@@ -167,7 +167,7 @@ PREFIXES: dict[str, Callable[[Path], Any]] = {
 }
 
 
-@pytest.mark.parametrize(("name", "end"), zip(PREFIXES, ("", "/") * 3, strict=True))
+@pytest.mark.parametrize(("name", "end"), list(zip(PREFIXES, ("", "/") * 3, strict=True)))
 def test_every_prefix_of_a_store(
     name: str, end: str, tmp_path: Path, run: Run, s3: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
