@@ -137,4 +137,6 @@ def _arrow_value(file: BinaryIO, version: Any, row: int, column: str) -> Any:
         raise OSError(f"the table has no row {row}")
     if table.schema.names.count(column) != 1:
         raise OSError(f"the table has no column {column}")
-    return table.column(column)[row].as_py()
+    value = table.column(column).slice(row, 1)
+    value.validate(full=True)  # in a damaged table a value may lie anywhere
+    return value[0].as_py()

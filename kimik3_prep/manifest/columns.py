@@ -176,11 +176,11 @@ def open_arrow(file: BinaryIO) -> Any:
 
 
 def arrow_batches(opened: Any) -> Iterator[pa.RecordBatch]:
-    """The batches of either, in order."""
-    if isinstance(opened, pa.ipc.RecordBatchFileReader):
-        yield from (opened.get_batch(number) for number in range(opened.num_record_batches))
-    else:
-        yield from opened
+    """The batches of either, in order. Raises ArrowInvalid for a damaged one, whose values may lie anywhere."""
+    is_file = isinstance(opened, pa.ipc.RecordBatchFileReader)
+    for batch in map(opened.get_batch, range(opened.num_record_batches)) if is_file else opened:
+        batch.validate(full=True)
+        yield batch
 
 
 # --- which columns are images -------------------------------------------------------------------------------------

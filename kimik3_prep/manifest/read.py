@@ -47,7 +47,16 @@ _BRACES = re.compile(r"\{([^{}]*)\}")
 _RANGE = re.compile(r"(\d+)\.\.(\d+)$")
 
 #: What reading may raise where a file cannot be read on.
-_CANNOT_READ = (OSError, EOFError, UnicodeError, zlib.error, lzma.LZMAError, csv.Error, pa.ArrowException)
+_CANNOT_READ = (
+    OSError,
+    EOFError,
+    UnicodeError,
+    MemoryError,  # where a damaged table asks for more than there is
+    zlib.error,
+    lzma.LZMAError,
+    csv.Error,
+    pa.ArrowException,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,6 +154,8 @@ def _cannot_read(error: Exception, place: str) -> str:
     what = "cannot read on after this line" if place else "cannot read the manifest"
     if isinstance(error, OSError) and error.strerror:
         return f"{what}: {error.strerror}"
+    if isinstance(error, MemoryError):
+        return f"{what}: it needs more memory than the system gives"
     return f"{what}: {error}"
 
 

@@ -9,13 +9,13 @@ from typing import Any
 
 import pyarrow as pa
 import pytest
-from conftest import Silent, picture, write_manifest
+from conftest import Silent, picture, png_bytes, write_manifest
 from pyarrow import parquet
 from stores import Store
 
 from kimik3_prep.errors import InputError, ItemError
 from kimik3_prep.images import cell as cells
-from kimik3_prep.images.address import TableCell
+from kimik3_prep.images.address import TableCell, resolve
 from kimik3_prep.images.decode import decode
 from kimik3_prep.images.source import read_whole
 from kimik3_prep.manifest import columns as tables
@@ -165,3 +165,36 @@ def test_a_row_group_that_no_memory_holds_is_not_read(tmp_path: Path, monkeypatc
     monkeypatch.setattr(cells, "_MOST_OF_A_GROUP", 5000)
     with pytest.raises(ItemError, match=r"row group 0 holds .* bytes of images"):
         read_whole(f"{path}!parquet:0!image")
+
+
+@pytest.mark.parametrize("new", [pa.ipc.new_stream, pa.ipc.new_file], ids=["stream", "file"])
+@pytest.mark.parametrize("flip", [0x01, 0x80, 0xFF])
+def test_no_damage_of_an_arrow_table_is_worse_than_a_sentence(tmp_path: Path, new: Any, flip: int) -> None:
+    """Offsets that lead out of the table ended the process, or a text began in front of it."""
+    table = pa.table({"id": ["x", "y"], "image": ["a.png", "b.png"], "tags": [["t", "u"], []]})
+    sink = io.BytesIO()
+    with new(sink, table.schema) as writer:
+        writer.write_table(table)
+    content, path = sink.getvalue(), tmp_path / "m.arrow"
+    refused = 0
+    for place in range(len(content)):
+        path.write_bytes(content[:place] + bytes([content[place] ^ flip]) + content[place + 1 :])
+        try:
+            read_manifest(str(path))
+        except InputError:
+            refused += 1
+    assert refused > len(content) // 20
+
+
+def test_a_cell_of_a_table_that_was_damaged_since_is_one_failure(tmp_path: Path) -> None:
+    table = pa.table({"image": pa.array([png_bytes(30, 20)] * 2, pa.binary())})
+    path = tmp_path / "m.arrow"
+    with pa.ipc.new_stream(path, table.schema) as writer:
+        writer.write_table(table)
+    content = path.read_bytes()
+    image = read_manifest(str(path)).items["image"].to_pylist()[1]
+    offset = len(png_bytes(30, 20)).to_bytes(4, "little")
+    place = content.index(offset + (2 * len(png_bytes(30, 20))).to_bytes(4, "little"))
+    path.write_bytes(content[:place] + (2**31 - 5).to_bytes(4, "little") + content[place + 4 :])
+    with pytest.raises(ItemError):
+        read_whole(resolve(image, str(tmp_path)))
